@@ -1,0 +1,1 @@
+"""The model as units: capture, graph, cuts and generated code."""

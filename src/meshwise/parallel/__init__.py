@@ -1,0 +1,1 @@
+"""Exact reduction and the order in which the parallelisms are applied."""

@@ -1,0 +1,1 @@
+"""The interpreter on tensors, and the loops around it."""

@@ -1,0 +1,1 @@
+"""What each rank does, as data: actions, schedules and their replay."""
