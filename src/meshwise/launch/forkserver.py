@@ -1,0 +1,94 @@
+"""How a rank's process begins: from a forkserver that holds torch already, or by spawning one."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from multiprocessing import forkserver, get_context
+from multiprocessing.context import BaseContext
+
+PRELOAD = (
+    "torch",
+    "torch._dynamo",
+    "torch.distributed",
+    "torch.utils.data",
+    "cloudpickle",
+    "meshwise.launch.rank",
+    "meshwise.runtime.train",
+)
+_NUMPY_THREADS = "OPENBLAS_NUM_THREADS"
+_starting = threading.RLock()
+
+
+def has_process_groups() -> bool:
+    """Say whether this platform can end a process with all of its descendants by one signal."""
+    return sys.platform != "win32" and hasattr(os, "killpg")
+
+
+def start_context() -> BaseContext:
+    """Choose how ranks begin: a forkserver on Linux; elsewhere forking a process with torch is not safe."""
+    return get_context("forkserver" if sys.platform.startswith("linux") else "spawn")
+
+
+def warm() -> None:
+    """Start the forkserver early and return at once; a later ``run_ranks`` waits for what is left of it.
+
+    Does nothing where ranks are spawned. Calling it again costs nothing.
+    """
+    if start_context().get_start_method() != "forkserver":
+        return
+    with main_hidden(), _interrupts_blocked(), _single_threaded_libraries():
+        forkserver.set_forkserver_preload([name for name in PRELOAD if _exists(name)])
+        forkserver.ensure_running()
+
+
+def _exists(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # one of its packages does not exist
+        return False
+
+
+@contextlib.contextmanager
+def main_hidden() -> Iterator[None]:
+    """Hide what multiprocessing would run again in each rank: the user's script."""
+    with _starting:
+        main = sys.modules["__main__"].__dict__
+        hidden = {name: main[name] for name in ("__spec__", "__file__") if name in main}
+        main["__spec__"] = None
+        main.pop("__file__", None)
+        try:
+            yield
+        finally:
+            main.pop("__spec__")
+            main.update(hidden)
+
+
+@contextlib.contextmanager
+def _interrupts_blocked() -> Iterator[None]:
+    """Keep Ctrl-C from the forkserver while it imports: it inherits the mask; the parent decides."""
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextlib.contextmanager
+def _single_threaded_libraries() -> Iterator[None]:
+    """Start no numpy threads in the forkserver: they would not survive the fork, only fill the cores."""
+    before = os.environ.get(_NUMPY_THREADS)
+    os.environ.setdefault(_NUMPY_THREADS, "1")
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_NUMPY_THREADS]
