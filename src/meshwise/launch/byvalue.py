@@ -11,7 +11,7 @@ import threading
 from collections.abc import Iterator
 from types import ModuleType
 
-import cloudpickle
+import cloudpickle  # type: ignore[import-untyped]
 
 _registering = threading.RLock()
 

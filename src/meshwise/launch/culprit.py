@@ -38,7 +38,7 @@ def find(value: Any, error: Exception, path: str = "") -> tuple[str, Any, Except
 def _failure(part: Any) -> Exception | None:
     try:
         ship.dump(part, _Nowhere())
-    except Exception as error:  # whatever an object's own reducer raises
+    except Exception as error:  # noqa: BLE001 - whatever an object's own reducer raises
         return error
     return None
 
@@ -51,7 +51,10 @@ class _Nowhere:
 
 
 def _join(path: str, name: str) -> str:
-    return path + name if path and name.startswith("[") else f"{path}.{name}".lstrip(".")
+    """Write a step down the path; a step without a name (a part of a bound call) is not written."""
+    if not name or not path or name.startswith("["):
+        return path + name
+    return f"{path}.{name}"
 
 
 def parts(value: Any) -> Iterator[tuple[str, Any]]:

@@ -10,6 +10,7 @@ from typing import Literal
 
 import torch
 import torch.distributed as dist
+from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
 
 from meshwise.errors import LaunchError
 
@@ -52,7 +53,9 @@ def detect() -> Environment:
 def _from_torchrun() -> Environment:
     rank, world_size = _number("RANK"), _number("WORLD_SIZE")
     if not 0 <= rank < world_size:
-        raise LaunchError(f"RANK={rank} is not one of the {world_size} ranks that WORLD_SIZE={world_size} names")
+        raise LaunchError(
+            f"RANK={rank} is not one of the {world_size} ranks that WORLD_SIZE={world_size} names"
+        )
     return Environment(
         kind="torchrun",
         rank=rank,
@@ -94,7 +97,9 @@ def first_host(nodes: str) -> str:
     """Return the first name of a Slurm host list: ``gpu[03-05,9],login`` gives ``gpu03``."""
     match = re.match(r"([^,\[]+)(?:\[(\d+)[^\]]*\]([^,]*))?", nodes)
     if match is None:
-        raise LaunchError(f"the Slurm host list {nodes!r} names no host; set MASTER_ADDR to the host of rank 0")
+        raise LaunchError(
+            f"the Slurm host list {nodes!r} names no host; set MASTER_ADDR to the host of rank 0"
+        )
     return match[1] + (match[2] or "") + (match[3] or "")
 
 
@@ -162,7 +167,7 @@ def init_process_group(
     environment: Environment,
     *,
     device: torch.device,
-    store: dist.Store | None = None,
+    store: Store | None = None,
     timeout: timedelta | None = None,
 ) -> None:
     """Join all ranks to the default process group. Every rank must call it.
@@ -176,7 +181,7 @@ def init_process_group(
         torch.accelerator.set_device_index(device.index)
         backend = f"cpu:gloo,{device.type}:{backend}"
     if store is None and environment.kind == "single":
-        store = dist.HashStore()
+        store = HashStore()
     try:
         dist.init_process_group(
             backend,

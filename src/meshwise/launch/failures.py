@@ -6,7 +6,7 @@ import signal
 import traceback
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from meshwise.errors import LaunchError, MeshwiseError, RankError
 
@@ -36,7 +36,8 @@ class Failure:
     secondary: bool = False
 
     def __str__(self) -> str:
-        return f"rank {self.rank}: {self.kind}: {self.message}" if self.kind else f"rank {self.rank} {self.message}"
+        what = f": {self.kind}: " if self.kind else " "
+        return f"rank {self.rank}{what}{self.message}"
 
 
 def describe(rank: int, error: BaseException, seconds: float, pickled: bytes | None) -> Failure:
@@ -109,12 +110,17 @@ def raise_failure(failure: Failure, returned: Sequence[int]) -> NoReturn:
     original = _original(failure)
     if isinstance(original, MeshwiseError):
         raise _prefixed(original, failure) from None
-    head = str(failure)
+    rank, head = failure.rank, str(failure)
     if failure.secondary and returned:
-        names = ", ".join(str(rank) for rank in returned)
-        head += f"\n(it was still waiting for rank {names}, which had already returned)"
+        rank, head = returned[0], f"{_deserted(failure, returned)}\n{head}"
     message = f"{head}\n\n{failure.details}" if failure.details else head
-    raise RankError(message, rank=failure.rank, details=failure.details) from original
+    raise RankError(message, rank=rank, details=failure.details) from original
+
+
+def _deserted(failure: Failure, returned: Sequence[int]) -> str:
+    """Name the ranks that left the others waiting: they did not fail, yet nothing else explains it."""
+    names = ", ".join(str(rank) for rank in returned)
+    return f"rank {names} returned while rank {failure.rank} was still waiting for an exchange with it"
 
 
 def _original(failure: Failure) -> BaseException | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import multiprocessing
 import os
 import signal
 import sys
@@ -35,6 +36,16 @@ def start_context() -> BaseContext:
     return get_context("forkserver" if sys.platform.startswith("linux") else "spawn")
 
 
+def workers_start_method() -> str:
+    """Choose how a rank starts processes of its own, such as loader workers.
+
+    By fork where ranks come from a forkserver, unless the user chose otherwise: only a fork takes a dataset
+    along whose class was defined in the user's script, which no rank imports.
+    """
+    chosen = multiprocessing.get_start_method(allow_none=True)
+    return chosen or ("fork" if start_context().get_start_method() == "forkserver" else "spawn")
+
+
 def warm() -> None:
     """Start the forkserver early and return at once; a later ``run_ranks`` waits for what is left of it.
 
@@ -59,7 +70,7 @@ def main_hidden() -> Iterator[None]:
     """Hide what multiprocessing would run again in each rank: the user's script."""
     with _starting:
         main = sys.modules["__main__"].__dict__
-        hidden = {name: main[name] for name in ("__spec__", "__file__") if name in main}
+        hidden: dict[str, object] = {name: main[name] for name in ("__spec__", "__file__") if name in main}
         main["__spec__"] = None
         main.pop("__file__", None)
         try:

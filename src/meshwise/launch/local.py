@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import sys
 import tempfile
 import time
@@ -19,7 +20,7 @@ from meshwise.errors import LaunchError
 from meshwise.launch import failures, forkserver, rank, settings, ship
 from meshwise.launch.environment import accelerator_type, check_enough
 from meshwise.launch.failures import Failure
-from meshwise.launch.forkserver import warm as warm
+from meshwise.launch.forkserver import warm
 from meshwise.launch.rendezvous import Rendezvous, open_rendezvous
 
 # After a failure the others may still report theirs: it may have been the earlier one. A lost connection
@@ -121,6 +122,7 @@ def _common(num_ranks: int, threads: int, device_type: str, rendezvous: Rendezvo
         "directory": os.getcwd(),
         "search_path": list(sys.path),
         "torch_settings": settings.current(),
+        "start_method": forkserver.workers_start_method(),
         "own_group": forkserver.has_process_groups(),
     }
 
@@ -135,8 +137,6 @@ def _variables() -> dict[str, str]:
 
 
 def _loopback_device() -> str | None:
-    import socket
-
     devices = [name for _, name in socket.if_nameindex()] if hasattr(socket, "if_nameindex") else []
     return next((name for name in ("lo", "lo0") if name in devices), None)
 
@@ -160,7 +160,9 @@ def _start_all(
 class _Deferred:
     """Become a ``rank.Start`` while multiprocessing pickles it: descriptors can only be sent just then."""
 
-    def __init__(self, common: dict[str, Any], number: int, line: Connection, payload: Callable[[], Any]) -> None:
+    def __init__(
+        self, common: dict[str, Any], number: int, line: Connection, payload: Callable[[], Any]
+    ) -> None:
         self._parts = (common, number, line, payload)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -178,7 +180,8 @@ def _streams() -> tuple[Any, ...]:
     if not reduction.HAVE_SEND_HANDLE or sys.platform == "win32":
         return ()
     try:
-        os.fstat(1), os.fstat(2)
+        for stream in (1, 2):
+            os.fstat(stream)
     except OSError:  # a service without streams
         return ()
     return reduction.DupFd(1), reduction.DupFd(2)

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from meshwise.errors import LaunchError
 from meshwise.launch import settings, ship
@@ -35,7 +36,7 @@ class RankContext:
     environment: Environment
     device: torch.device
     threads: int
-    store: dist.Store | None = field(default=None, repr=False)
+    store: Store | None = field(default=None, repr=False)
     emit: Callable[[Any], None] = field(repr=False)
 
     @property
@@ -70,6 +71,7 @@ class Start:
     search_path: list[str]
     torch_settings: dict[str, Any]
     streams: tuple[Any, ...]
+    start_method: str
     own_group: bool
 
 
@@ -81,7 +83,7 @@ def main(start: Start) -> None:
         _resemble_parent(start)
         context = _join(start, reporter)
         result = ship.dumps(_load(start)(context), what="the result")
-    except BaseException as error:  # also SystemExit: the parent must hear of it
+    except BaseException as error:  # noqa: BLE001 - also SystemExit: the parent must hear of it
         reporter.failed(error)
         _flush()
         os._exit(1)
@@ -132,6 +134,7 @@ def _resemble_parent(start: Start) -> None:
     with contextlib.suppress(OSError):  # the directory may have been deleted since
         os.chdir(start.directory)
     sys.path[:] = start.search_path
+    multiprocessing.set_start_method(start.start_method, force=True)
     settings.apply(start.torch_settings)
 
 
@@ -155,12 +158,12 @@ def _join(start: Start, reporter: _Reporter) -> RankContext:
         master_port=start.rendezvous.port,
     )
     device, store = device_for(start.rank, start.device_type), connect(start.rendezvous)
-    init_process_group(environment, device=device, store=dist.PrefixStore("default", store))
+    init_process_group(environment, device=device, store=PrefixStore("default", store))
     return RankContext(
         environment=environment,
         device=device,
         threads=start.threads,
-        store=dist.PrefixStore("user", store),
+        store=PrefixStore("user", store),
         emit=reporter.emit,
     )
 
@@ -223,9 +226,9 @@ def _pickled(error: BaseException) -> bytes | None:
     try:
         data = ship.dumps(error)
         ship.loads(data)
-        return data
-    except Exception:
+    except Exception:  # noqa: BLE001 - whatever its own reducer raises
         return None
+    return data
 
 
 def _flush() -> None:

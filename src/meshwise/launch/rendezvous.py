@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import socket
 from dataclasses import dataclass, field
+from typing import Any
 
-import torch.distributed as dist
+from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 LOOPBACK = "127.0.0.1"
 
@@ -16,7 +17,7 @@ class Rendezvous:
 
     port: int
     libuv: bool
-    server: dist.Store | None = field(default=None, repr=False, compare=False)
+    server: Store | None = field(default=None, repr=False, compare=False)
 
     def __reduce__(self) -> tuple[object, ...]:
         """Send only the address to a rank: the server stays in the parent."""
@@ -41,10 +42,10 @@ def open_rendezvous() -> Rendezvous:
         return Rendezvous(port=server.port, libuv=False, server=server)
 
 
-def connect(rendezvous: Rendezvous) -> dist.Store:
+def connect(rendezvous: Rendezvous) -> Store:
     """Join the parent's store from a rank."""
     return _store(rendezvous.port, use_libuv=rendezvous.libuv)
 
 
-def _store(port: int, **options: object) -> dist.TCPStore:
-    return dist.TCPStore(LOOPBACK, port, wait_for_workers=False, **options)  # type: ignore[arg-type]
+def _store(port: int, **options: Any) -> TCPStore:
+    return TCPStore(LOOPBACK, port, wait_for_workers=False, **options)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import io
 import pickle
 import sys
+import types
 from collections.abc import Callable
 from typing import Any
 
-import cloudpickle
+import cloudpickle  # type: ignore[import-untyped]
 import torch
+from cloudpickle.cloudpickle import _code_reduce  # type: ignore[import-untyped]
 from torch import nn
 from torch.nn.utils import parametrize
 
@@ -54,6 +56,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, _FILES) and value is not sys.stdout and value is not sys.stderr:
             raise TypeError(f"cannot pickle {type(value).__name__!r}: an open file belongs to one process")
+        if isinstance(value, types.CodeType):
+            return _reduce_code(value)
         if isinstance(value, torch.TypedStorage):
             return _reduce_typed_storage(value)
         if isinstance(value, torch.UntypedStorage):
@@ -65,13 +69,21 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         return super().reducer_override(value)
 
 
+def _reduce_code(code: types.CodeType) -> Reduced:
+    """Keep the file's name, which cloudpickle drops: a traceback in a rank then shows the user's lines."""
+    function, args = _code_reduce(code)
+    names = {"<dynamic-code>": code.co_filename}
+    return function, tuple(names.get(arg, arg) if isinstance(arg, str) else arg for arg in args)
+
+
 def _reduce_typed_storage(storage: torch.TypedStorage) -> Reduced:
     """Point to the one untyped storage, so that views of the same memory stay views of the same memory."""
     return _typed_storage, (storage._untyped_storage, storage.dtype)
 
 
-def _typed_storage(untyped: torch.UntypedStorage, dtype: torch.dtype) -> torch.TypedStorage:
-    return torch.TypedStorage(wrap_storage=untyped, dtype=dtype, _internal=True)
+def _typed_storage(untyped: torch.UntypedStorage, dtype: torch.dtype) -> Any:
+    make: Any = torch.TypedStorage
+    return make(wrap_storage=untyped, dtype=dtype, _internal=True)
 
 
 def _reduce_untyped_storage(storage: torch.UntypedStorage) -> Reduced:
@@ -87,11 +99,12 @@ def _fresh_storage(data: Any) -> torch.UntypedStorage:
 
 
 def _inner_storage(data: bytes) -> torch.UntypedStorage:
-    storage: torch.UntypedStorage = torch.storage._load_from_bytes(data)._untyped_storage
+    load: Any = torch.storage._load_from_bytes
+    storage: torch.UntypedStorage = load(data)._untyped_storage
     return storage
 
 
-def _reduce_tensor(tensor: torch.Tensor) -> Any:
+def _reduce_tensor(tensor: Any) -> Any:
     """Detach results of a computation (torch refuses them); take the hooks along (torch loses them)."""
     if tensor.grad_fn is not None:
         return tensor.detach().__reduce_ex__(pickle.HIGHEST_PROTOCOL)
@@ -108,7 +121,7 @@ def _reduce_tensor(tensor: torch.Tensor) -> Any:
     return function, args, state, None, None, _register_hooks
 
 
-def _register_hooks(tensor: torch.Tensor, state: tuple[list[Callable[..., Any]], list[Callable[..., Any]]]) -> None:
+def _register_hooks(tensor: Any, state: tuple[list[Callable[..., Any]], list[Callable[..., Any]]]) -> None:
     """Register the hooks again; a frozen parameter must seem trainable while that happens."""
     trainable = tensor.requires_grad
     tensor.requires_grad_(True)
