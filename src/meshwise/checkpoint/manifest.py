@@ -56,7 +56,7 @@ class Manifest:
             microbatch_sizes=tuple(microbatch_sizes),
             slots=slots,
             num_parameters=num_parameters,
-            created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            created=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         )
 
     def to_json(self) -> dict[str, Any]:

@@ -277,8 +277,11 @@ def _digest(body: Mapping[str, Any]) -> str:
 
 
 def _fingerprint(file: Path) -> dict[str, Any]:
+    checksum = hashlib.sha256()
     with file.open("rb") as opened:
-        return {"bytes": file.stat().st_size, "sha256": hashlib.file_digest(opened, "sha256").hexdigest()}
+        while block := opened.read(1 << 20):
+            checksum.update(block)
+    return {"bytes": file.stat().st_size, "sha256": checksum.hexdigest()}
 
 
 # Folders: the partial one beside the final one, and the final one that is replaced

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -98,7 +99,8 @@ class Fetcher:
             return get(index)
         except Exception as error:
             kind = type(self.dataset).__name__
-            error.add_note(f"meshwise: while fetching sample {index} of {kind} in epoch {epoch}")
+            if sys.version_info >= (3, 11):
+                error.add_note(f"meshwise: while fetching sample {index} of {kind} in epoch {epoch}")
             raise
 
     def _samples_at_once(self, epoch: int, ids: Sequence[int]) -> list[Any]:
