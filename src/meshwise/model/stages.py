@@ -1,0 +1,131 @@
+"""A model cut into stages: for one structure of the batch, the compiled segments of each stage.
+
+All ranks capture the same graph from the same model and choose the same cuts; each compiles every stage's
+segments (cheap) and runs its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..errors import CaptureError
+from .codegen import Segment, Site, compile_piece, stage_pieces
+from .graph import Buffer, Constant, Graph, Input, Value
+from .recorder import DATA_SHAPES
+from .units import Key, Liveness, Unit, analyse, choose_cuts, find_units
+
+
+@dataclass(frozen=True, kw_only=True)
+class Staged:
+    """Hold a graph, its units and the compiled segments of every stage."""
+
+    graph: Graph
+    units: tuple[Unit, ...]
+    cuts: tuple[int, ...]  # first unit of each stage after the first
+    stages: tuple[tuple[Segment, ...], ...]
+    coupled: bool
+    static: bool  # shapes and which parameters get gradients do not depend on data
+    data_buffers: frozenset[str]  # buffers whose new value depends on the batch or on random numbers
+
+    def stage_of_unit(self, unit: int) -> int:
+        """Give the stage that holds a unit."""
+        return sum(unit >= cut for cut in self.cuts)
+
+    def stage_params(self, stage: int) -> tuple[str, ...]:
+        """List the parameters a stage uses."""
+        return tuple(dict.fromkeys(p for u in self.units if self.stage_of_unit(u.index) == stage for p in u.params))
+
+    def sites(self, stage: int) -> tuple[Site, ...]:
+        """List the sites of a stage, in the order of its segments."""
+        return tuple(dict.fromkeys(s for segment in self.stages[stage] for s in segment.sites if s[0]))
+
+
+def cut_keys(staged: Staged) -> tuple[Key, ...]:
+    """Name the first unit of each stage after the first, in words another capture understands."""
+    return tuple(staged.units[c].key for c in staged.cuts)
+
+
+def build_stages(
+    graph: Graph,
+    num_stages: int,
+    *,
+    named: Sequence[str] = (),
+    keys: Sequence[Key] | None = None,
+    coupled: bool,
+    statistics: str = "batch",
+) -> Staged:
+    """Cut a graph into stages and compile them.
+
+    ``keys`` repeats the cuts of an earlier capture (the same model in eval mode, or another batch shape).
+    Raises CaptureError when the model cannot be cut so.
+    """
+    liveness = analyse(graph)
+    units = find_units(graph, liveness)
+    if num_stages == 1:
+        cuts: tuple[int, ...] = ()
+    elif keys is None:
+        cuts = choose_cuts(graph, units, num_stages, named)
+    else:
+        cuts = _repeat_cuts(graph, units, keys)
+    has_rows = coupled and any(n.row is not None for n in graph.nodes)
+    _check_rows(graph, liveness, has_rows)
+    edges = [0, *(units[c].start for c in cuts), len(graph.nodes)]
+    stages = tuple(
+        tuple(
+            compile_piece(graph, liveness, units, piece, statistics=statistics)
+            for piece in stage_pieces(graph, start, stop, coupled=has_rows)
+        )
+        for start, stop in zip(edges, edges[1:], strict=False)
+    )
+    return Staged(
+        graph=graph,
+        units=units,
+        cuts=cuts,
+        stages=stages,
+        coupled=has_rows,
+        static=is_static(graph),
+        data_buffers=data_buffers(graph),
+    )
+
+
+def _repeat_cuts(graph: Graph, units: Sequence[Unit], keys: Sequence[Key]) -> tuple[int, ...]:
+    index = {u.key: u.index for u in units}
+    missing = [key for key in keys if key not in index]
+    if missing or graph.blocked:
+        raise CaptureError(
+            f"the stages begin at {[k[0] for k in keys]}, but for this batch (or in eval mode) the model does not "
+            f"run {[k[0] for k in missing] or graph.blocked} as a unit of its own; name other cuts with Job(cuts=[...])."
+        )
+    return tuple(index[key] for key in keys)
+
+
+def _check_rows(graph: Graph, liveness: Liveness, has_rows: bool) -> None:
+    for i, node in enumerate(graph.nodes):
+        if has_rows and node.row is not None and not liveness.legal[i]:
+            raise CaptureError(
+                f'BatchNorm "{node.module}" stands between {liveness.reasons[i]}, so its statistics cannot be taken '
+                'over the whole batch. Use Job(batch_norm="microbatch"), or do not change that tensor in place.'
+            )
+
+
+def is_static(graph: Graph) -> bool:
+    """Tell whether shapes and gradients are the same for every batch of one structure."""
+    names = {getattr(n.target, "__name__", "") for n in graph.nodes}
+    return not graph.blocked and not any(n.opaque for n in graph.nodes) and not (names & DATA_SHAPES)
+
+
+def data_buffers(graph: Graph) -> frozenset[str]:
+    """Find the buffers whose new value depends on the batch, on random numbers or on opaque code."""
+    tainted: set[object] = set()
+    for node in graph.nodes:
+        refs = list(node.refs())
+        hot = node.random or bool(node.opaque) or any(isinstance(r, Input) or r in tainted for r in refs)
+        if not hot:
+            continue
+        tainted.update(Value(index) for _, index in node.outputs)
+        tainted.update(r for r in node.mutates if isinstance(r, (Value, Buffer, Constant)))
+        if node.opaque:
+            tainted.update(Buffer(b) for b in graph.module_buffers.get(node.opaque, ()))
+    tainted.update(Buffer(name) for name, ref in graph.rebinds.items() if ref in tainted)
+    return frozenset(r.name for r in tainted if isinstance(r, Buffer))

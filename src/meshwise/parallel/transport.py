@@ -1,0 +1,211 @@
+"""The seam between ranks: what a program needs of a process group, and a version in memory for tests.
+
+Every method that waits gives a :class:`Pending`; the interpreter polls ``ready()`` (always true for a process
+group, whose ``wait()`` blocks) so that several ranks can also run in turns inside one process.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+Group = tuple[int, ...]
+
+
+class Pending:
+    """Stand for a result that may not be there yet."""
+
+    def __init__(self, ready: Callable[[], bool], wait: Callable[[], Any]) -> None:
+        self.ready = ready
+        self._wait = wait
+
+    def wait(self) -> Any:
+        """Give the result (only when ``ready()`` or the transport may block)."""
+        return self._wait()
+
+
+def done(value: Any) -> Pending:
+    """Give a result that is already there."""
+    return Pending(lambda: True, lambda: value)
+
+
+class Transport(Protocol):
+    """State what a program needs to reach the other ranks. Every rank of ``group`` makes each group call."""
+
+    rank: int
+
+    def send(self, tensor: Tensor, to: int, tag: int) -> None:
+        """Send a contiguous tensor; never waits, keeps the tensor until it is gone."""
+
+    def receive(self, like: Tensor, source: int, tag: int) -> Pending:
+        """Receive into ``like`` (contiguous)."""
+
+    def all_reduce(self, flat: Tensor, group: Group) -> Pending:
+        """Add up in place over the group in the backend's order."""
+
+    def all_to_all(self, chunks: list[Tensor], sizes: list[int], group: Group) -> Pending:
+        """Give chunk j to member j; the result lists what each member gave (``sizes`` elements each)."""
+
+    def all_gather(self, tensor: Tensor, group: Group) -> Pending:
+        """List every member's tensor (equal shapes)."""
+
+    def all_gather_object(self, value: Any, group: Group) -> Pending:
+        """List every member's picklable value."""
+
+    def flush(self) -> None:
+        """Wait until everything sent is gone."""
+
+
+class ProcessGroupTransport:
+    """Reach the other ranks through torch.distributed (gloo on CPU, NCCL and others elsewhere).
+
+    Every rank makes it with the same list of groups, since making a process group is collective.
+    """
+
+    def __init__(self, rank: int, groups: Sequence[Group], device: torch.device) -> None:
+        self.rank = rank
+        self.device = device
+        world = tuple(range(dist.get_world_size()))
+        self.groups: dict[tuple[Group, str], Any] = {}
+        for group in dict.fromkeys((*groups, world)):
+            for use in ("first", "second", "small") if len(group) > 1 else ():
+                self.groups[group, use] = dist.new_group(list(group))
+        self.outbox: list[tuple[Any, Tensor]] = []
+        self.tagged = dist.get_backend() == "gloo"
+        self.lanes = {d: dist.new_group(list(world)) for d in (0, 1)} if len(world) > 1 else {}
+
+    def send(self, tensor: Tensor, to: int, tag: int) -> None:
+        """Send without waiting; even tags go one way of the pipeline, odd tags the other."""
+        work = dist.isend(tensor, to, group=self.lanes[tag % 2], tag=tag if self.tagged else 0)
+        self.outbox.append((work, tensor))
+        if len(self.outbox) > 64:
+            self.outbox = [(w, t) for w, t in self.outbox if not w.is_completed()]
+
+    def receive(self, like: Tensor, source: int, tag: int) -> Pending:
+        """Post a receive at once; ``wait`` blocks until it is there."""
+        work = dist.irecv(like, source, group=self.lanes[tag % 2], tag=tag if self.tagged else 0)
+        assert work is not None
+        return _from_work(work, lambda: like)
+
+    def all_reduce(self, flat: Tensor, group: Group) -> Pending:
+        """Start the backend's all-reduce."""
+        work = dist.all_reduce(flat, group=self.groups[group, "first"], async_op=True)
+        return _from_work(work, lambda: flat)
+
+    def all_to_all(self, chunks: list[Tensor], sizes: list[int], group: Group) -> Pending:
+        """Start an all-to-all with uneven parts."""
+        sent = torch.cat([c.reshape(-1) for c in chunks])
+        got = torch.empty(sum(sizes), dtype=sent.dtype, device=sent.device)
+        lengths = [c.numel() for c in chunks]
+        work = dist.all_to_all_single(
+            got, sent, sizes, lengths, group=self.groups[group, "first"], async_op=True
+        )
+        return _from_work(work, lambda: list(got.split(sizes)), sent)
+
+    def all_gather(self, tensor: Tensor, group: Group) -> Pending:
+        """Start an all-gather of equal shapes."""
+        parts = [torch.empty_like(tensor) for _ in group]
+        work = dist.all_gather(parts, tensor, group=self.groups[group, "second"], async_op=True)
+        return _from_work(work, lambda: parts, tensor)
+
+    def all_gather_object(self, value: Any, group: Group) -> Pending:
+        """Exchange pickled values: first their lengths, then their bytes."""
+        if len(group) == 1:
+            return done([value])
+        data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(self.device)
+        small = self.groups[group, "small"]
+        sizes = [torch.zeros(1, dtype=torch.int64, device=self.device) for _ in group]
+        dist.all_gather(sizes, torch.tensor([data.numel()], device=self.device), group=small)
+        longest = max(int(s) for s in sizes)
+        padded = torch.zeros(longest, dtype=torch.uint8, device=self.device)
+        padded[: data.numel()] = data
+        parts = [torch.empty_like(padded) for _ in group]
+        dist.all_gather(parts, padded, group=small)
+        return done([pickle.loads(bytes(p[: int(s)].cpu().numpy())) for p, s in zip(parts, sizes, strict=True)])
+
+    def flush(self) -> None:
+        """Wait until everything sent is gone."""
+        for work, _ in self.outbox:
+            work.wait()
+        self.outbox.clear()
+
+
+def _from_work(work: Any, value: Callable[[], Any], *keep: Any) -> Pending:
+    def wait() -> Any:
+        work.wait()
+        _ = keep
+        return value()
+
+    return Pending(lambda: True, wait)
+
+
+class Mailroom:
+    """Hold what ranks in one process have sent each other."""
+
+    def __init__(self) -> None:
+        self.letters: dict[tuple[int, int, int], list[Tensor]] = defaultdict(list)
+        self.rounds: dict[tuple[Group, str, int], dict[int, Any]] = defaultdict(dict)
+
+
+class MemoryTransport:
+    """Reach the other ranks of the same process through a shared :class:`Mailroom`."""
+
+    def __init__(self, rank: int, room: Mailroom) -> None:
+        self.rank = rank
+        self.room = room
+        self.counts: dict[tuple[Group, str], int] = defaultdict(int)
+
+    def send(self, tensor: Tensor, to: int, tag: int) -> None:
+        """Leave a copy for ``to``."""
+        self.room.letters[self.rank, to, tag].append(tensor.detach().clone())
+
+    def receive(self, like: Tensor, source: int, tag: int) -> Pending:
+        """Take a copy that ``source`` left."""
+        box = self.room.letters[source, self.rank, tag]
+
+        def wait() -> Tensor:
+            return like.copy_(box.pop(0))
+
+        return Pending(lambda: bool(box), wait)
+
+    def _round(self, value: Any, group: Group, use: str, finish: Callable[[dict[int, Any]], Any]) -> Pending:
+        number = self.counts[group, use]
+        self.counts[group, use] += 1
+        table = self.room.rounds[group, use, number]
+        table[self.rank] = value
+        return Pending(lambda: len(table) == len(group), lambda: finish(table))
+
+    def all_reduce(self, flat: Tensor, group: Group) -> Pending:
+        """Add up over the group in rank order."""
+
+        def finish(table: dict[int, Tensor]) -> Tensor:
+            total = table[group[0]].clone()
+            for member in group[1:]:
+                total += table[member]
+            return flat.copy_(total)
+
+        return self._round(flat.clone(), group, "all_reduce", finish)
+
+    def all_to_all(self, chunks: list[Tensor], sizes: list[int], group: Group) -> Pending:
+        """Give chunk j to member j."""
+        me = group.index(self.rank)
+        value = [c.reshape(-1).clone() for c in chunks]
+        return self._round(value, group, "all_to_all", lambda table: [table[m][me].clone() for m in group])
+
+    def all_gather(self, tensor: Tensor, group: Group) -> Pending:
+        """List every member's tensor."""
+        return self._round(tensor.clone(), group, "all_gather", lambda table: [table[m].clone() for m in group])
+
+    def all_gather_object(self, value: Any, group: Group) -> Pending:
+        """List every member's value, each through pickle as between processes."""
+        data = pickle.dumps(value)
+        return self._round(data, group, "object", lambda table: [pickle.loads(table[m]) for m in group])
+
+    def flush(self) -> None:
+        """Have nothing to wait for."""

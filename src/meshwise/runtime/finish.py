@@ -1,0 +1,239 @@
+"""The end of a step: sums of gradients, tied weights, norm, clipping, update, buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from ..model.codegen import Site
+from ..model.stages import Staged
+from ..parallel.packet import wait_for
+from ..tree import leaves
+from .cells import split_prefix
+from .step import StepResult
+from .update import block_norms, clip_grads, combine_norms, run_hooks
+
+if TYPE_CHECKING:
+    from .engine import Engine
+
+Steps = Generator[None, None, Any]
+TIE_TAG = 1 << 22
+
+
+def finish_step(engine: Engine) -> Generator[None, None, StepResult]:
+    """Finish a step on one rank: every rank of the mesh does it together."""
+    yield from _sum_buckets(engine)
+    losses, measures = yield from engine.gather_losses()
+    fine = engine.check_losses(losses)
+    norm = None
+    if fine:
+        yield from _set_grads(engine, _scale(engine, measures))
+        run_hooks(engine.hooks)
+        norm = yield from _clip(engine)
+        _update(engine)
+        yield from _commit_buffers(engine)
+    return StepResult(
+        step=engine.step_index,
+        loss=_total_loss(engine, losses, measures),
+        grad_norm=norm,
+        num_samples=engine.batch.num_samples,
+        losses=tuple(losses),
+        skipped=not fine,
+        ids=engine.batch.ids,
+    )
+
+
+def _sum_buckets(engine: Engine) -> Steps:
+    reducer = engine.reducer
+    assert reducer is not None
+    for b, bucket in enumerate(reducer.buckets):
+        grads = yield from reducer.finish(b)
+        for site, grad in zip(bucket.sites, grads, strict=True):
+            engine.sums[engine.sites[site]] = grad
+
+
+def _scale(engine: Engine, measures: list[float]) -> float:
+    """Give the factor that turns "share of what a sample usually measures" to "share of what was measured"."""
+    if not engine.weigher.needs_data or engine.weigher.kind in ("sum", "batch"):
+        return 1.0
+    total, usual = sum(measures), engine.weigher.per_sample * engine.batch.num_samples
+    return 1.0 if total == usual or total == 0 else usual / total
+
+
+def _total_loss(engine: Engine, losses: list[float], measures: list[float]) -> float:
+    if engine.weigher.kind == "batch" or len(losses) == 1:
+        return losses[0]
+    if engine.weigher.kind == "sum":
+        return sum(losses)
+    pairs = [(x, w) for x, w in zip(losses, measures, strict=True) if w != 0]
+    total = sum(w for _, w in pairs)
+    return sum(x * w for x, w in pairs) / total if total else 0.0
+
+
+# ---- parameters with several sites -------------------------------------------------------------
+
+
+def site_position(staged: Staged, site: Site) -> int:
+    """Give the node at which a site's unit (or row) begins: the order of the forward."""
+    group = site[1]
+    return staged.units[group].start if group >= 0 else -1 - group
+
+
+def _set_grads(engine: Engine, factor: float) -> Steps:
+    """Put the whole gradient of each parameter in its ``.grad``: its sites added up, last used first."""
+    by_name: dict[str, list[tuple[int, Tensor | None]]] = {}
+    for (_, site), grad in engine.sums.items():
+        by_name.setdefault(site[0], []).append((site_position(engine.staged, site), grad))
+    yield from _exchange_ties(engine, by_name)
+    grads = []
+    for name, parts in by_name.items():
+        grad = _fold_sites(parts)
+        engine.parameters[name].grad = grad
+        if grad is not None:
+            grads.append(grad)
+    if factor != 1.0:
+        torch._foreach_mul_([g for g in grads if not g.is_sparse], factor)
+        for grad in grads:
+            if grad.is_sparse:
+                grad.mul_(factor)
+
+
+def _fold_sites(parts: list[tuple[int, Tensor | None]]) -> Tensor | None:
+    total: Tensor | None = None
+    for _, grad in sorted(parts, key=lambda p: -p[0]):
+        if grad is not None:
+            total = grad if total is None else total + grad
+    return total
+
+
+def holders(engine: Engine, staged: Staged) -> dict[str, list[int]]:
+    """Give the pipeline ranks (pp index) that use each parameter, the owner first."""
+    found: dict[str, list[int]] = {}
+    for stage in range(engine.layout.num_stages):
+        for name in staged.stage_params(stage):
+            ranks = found.setdefault(name, [])
+            if stage % engine.layout.pp not in ranks:
+                ranks.append(stage % engine.layout.pp)
+    return found
+
+
+def _exchange_ties(engine: Engine, by_name: dict[str, list[tuple[int, Tensor | None]]]) -> Steps:
+    tied = [(n, h) for n, h in holders(engine, engine.staged).items() if len(h) > 1]
+    mine = [(i, n, h) for i, (n, h) in enumerate(tied) if engine.pp_index in h]
+    for i, name, ranks in mine:
+        parts = sorted(by_name[name], key=lambda p: p[0])
+        for other in ranks:
+            if other != engine.pp_index:
+                peer = engine.mesh.rank(dp=engine.dp_index, pp=other)
+                tag = TIE_TAG + 2 * (i * engine.layout.pp + engine.pp_index) + (other < engine.pp_index)
+                engine.courier.send(tuple(g for _, g in parts), peer, tag, ("tie", name, other), static=False)
+    for i, name, ranks in mine:
+        for other in ranks:
+            if other != engine.pp_index:
+                peer = engine.mesh.rank(dp=engine.dp_index, pp=other)
+                tag = TIE_TAG + 2 * (i * engine.layout.pp + other) + (engine.pp_index < other)
+                grads = yield from engine.courier.receive(peer, tag, ("tie", name, other), static=False)
+                by_name[name] += zip(_positions(engine, name, other), grads, strict=True)
+
+
+def _positions(engine: Engine, name: str, pp_index: int) -> list[int]:
+    stages = [s for s in range(engine.layout.num_stages) if s % engine.layout.pp == pp_index]
+    sites = [site for s in stages for site in engine.staged.sites(s) if site[0] == name]
+    return sorted(site_position(engine.staged, site) for site in sites)
+
+
+# ---- norm, update --------------------------------------------------------------------------------
+
+
+def _clip(engine: Engine) -> Steps:
+    """Clip by the one true norm: each parameter counted once, on all ranks the same number."""
+    limit, kind = engine.job.clip_grad_norm, engine.job.clip_norm_type
+    if limit is None:
+        return None
+    named = [(n, p) for n, p in engine.parameters.items() if p.grad is not None]
+    owner = {name: ranks[0] for name, ranks in holders(engine, engine.staged).items()}
+    mine = [(n, p.grad) for n, p in named if owner.get(n, engine.pp_index) == engine.pp_index]
+    norms = dict(zip([n for n, _ in mine], block_norms([g for _, g in mine if g is not None], kind), strict=True))
+    if len(engine.pp_group) > 1:
+        members = yield from wait_for(engine.transport.all_gather_object(norms, engine.pp_group))
+        norms = {k: v for member in members for k, v in member.items()}
+    ordered = [norms[n] for n in engine.parameters if n in norms]
+    norm = combine_norms(ordered, kind)
+    grads = [p.grad for _, p in named if p.grad is not None]
+    if grads:
+        clip_grads(grads, norm, limit)
+    return norm
+
+
+def _update(engine: Engine) -> None:
+    assert engine.optimizer is not None
+    engine.optimizer.step()
+    if engine.scheduler is not None:
+        engine.scheduler.step()
+
+
+# ---- buffers ---------------------------------------------------------------------------------------
+
+
+def _commit_buffers(engine: Engine) -> Steps:
+    """Give buffers the value that the step's last microbatch left, the same on all replicas."""
+    states = [engine._state(s, engine.local[0] if engine.local else 0)[2] for s in engine.my_stages]
+    all_states = [s for by_stage in engine.states.values() for s in by_stage.values() if id(s) in engine.begun]
+    changed: dict[str, Tensor] = {}
+    for state in all_states:
+        changed.update(state.candidates)
+    yield from _fold_statistics(engine, all_states, changed)
+    row_buffers = {
+        b.name for st in states for seg in st.segments if seg.row for b in (seg.row.running_mean, seg.row.running_var) if b
+    }
+    data = set().union(*(st.staged.data_buffers for st in all_states)) if all_states else set()
+    opaque = any(st.staged.graph.opaque or st.staged.graph.blocked for st in all_states)
+    shared = (set(changed) & data) - row_buffers
+    if len(engine.dp_group) > 1 and (opaque or shared or (engine.share.has_idle and _has_changes(states))):
+        wanted = {k: v for k, v in changed.items() if k not in row_buffers}
+        members = yield from wait_for(engine.transport.all_gather_object(wanted, engine.dp_group))
+        changed.update(next(m for m, n in zip(members[::-1], engine.share.counts[::-1], strict=True) if n))
+    for name, value in changed.items():
+        _write(engine.model, name, value)
+
+
+def _has_changes(states: list[Any]) -> bool:
+    return any(segment.changes or segment.rebinds for state in states for segment in state.segments)
+
+
+def _fold_statistics(engine: Engine, states: list[Any], changed: dict[str, Tensor]) -> Steps:
+    """Fold the running statistics of ``batch_norm="microbatch"`` in microbatch order."""
+    rows = [(st, k, n, row) for st in states for k, seg in enumerate(st.segments) for n, row in enumerate(seg.statistics)]
+    if not rows:
+        return
+    mine = [{m: _plain(st.statistics.get((m, k, n))) for m in engine.local} for st, k, n, _ in rows]
+    members = yield from wait_for(engine.transport.all_gather_object(mine, engine.dp_group))
+    for i, (state, _, _, row) in enumerate(rows):
+        pairs = {m: pair for member in members for m, pair in member[i].items() if pair is not None}
+        names = (row.running_mean.name, row.running_var.name)
+        mean, var = (changed.get(n, state.buffer_of(n)) for n in names)
+        for m in sorted(pairs):
+            mean = mean * (1 - row.momentum) + pairs[m][0] * row.momentum
+            var = var * (1 - row.momentum) + pairs[m][1] * row.momentum
+        changed[names[0]], changed[names[1]] = mean, var
+
+
+def _plain(pair: Any) -> Any:
+    return None if pair is None else tuple(t.detach() for t in leaves(pair))
+
+
+def _write(model: nn.Module, name: str, value: Tensor) -> None:
+    path, last = split_prefix(name)
+    module = model.get_submodule(path)
+    current = module._buffers.get(last)
+    with torch.no_grad():
+        if current is not None and current.shape == value.shape and current.dtype == value.dtype:
+            current.copy_(value)
+        else:
+            module._buffers[last] = value.detach().clone()
+
+
+__all__ = ["finish_step", "holders", "site_position"]

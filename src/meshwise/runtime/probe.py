@@ -1,0 +1,81 @@
+"""Look at a job's first samples before step 1: how its loss adds up."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import JobError
+from ..job import Job
+from ..model.capture import resize_batch
+from ..tree import leaves, map_leaves
+from .losses import Weigher, count_items, count_samples, find_kind, loss_of, perturbed
+
+PROBE_SAMPLES = 6
+
+
+def make_weigher(job: Job, model: nn.Module, forward: Any, data: Any) -> tuple[Weigher, str]:
+    """Find how the loss of the job adds up, on a few samples, without changing the model or random states.
+
+    Gives the weigher and a sentence that says what was found. Every rank does it on the same samples.
+    """
+    if isinstance(job.loss, nn.Module) and any(p.requires_grad for p in job.loss.parameters()):
+        raise JobError("the loss has parameters to train; make it a submodule of the model, so that they are trained.")
+    num_samples = count_samples(data)
+    few = resize_batch(data, num_samples, min(PROBE_SAMPLES, max(num_samples, 1)))
+    count = count_samples(few)
+    kind, shift, why = _find(job, model, forward, few, count)
+    weigher = Weigher(job, kind, shift)
+    if weigher.needs_data:
+        full = job.weight(few) if job.weight is not None else _full_items(few, shift)
+        weigher.per_sample = max(float(full), 1.0) / count
+    return weigher, f"the loss is {why}"
+
+
+def _full_items(batch: Any, shift: int) -> int:
+    return count_items(batch, ignore_index=-(1 << 40), shift=shift)
+
+
+def _find(job: Job, model: nn.Module, forward: Any, few: Any, count: int) -> tuple[str, int, str]:
+    if job.weight is not None or job.loss_kind != "auto" or count < 2:
+        return find_kind(job, lambda ids: (None, None), loss_of(job), count)
+    was_training = model.training
+    states = torch.get_rng_state()
+    model.eval()
+    try:
+        if job.loss is None:
+            return _find_own(job, model, forward, few, count)
+        with torch.no_grad():
+            output = perturbed(forward(model, few), seed=0)
+        try:
+            return find_kind(job, lambda ids: (_rows(output, count, ids), _rows(few, count, ids)), loss_of(job), count)
+        except (RuntimeError, IndexError, ValueError):
+            return _find_own(job, model, forward, few, count)
+    finally:
+        model.train(was_training)
+        torch.set_rng_state(states)
+
+
+def _find_own(job: Job, model: nn.Module, forward: Any, few: Any, count: int) -> tuple[str, int, str]:
+    def parts(ids: list[int]) -> tuple[Any, Any]:
+        rows = _rows(few, count, ids)
+        with torch.enable_grad() if job.forward is not None else torch.no_grad():
+            return forward(model, rows), rows
+
+    return find_kind(job, parts, loss_of(job), count)
+
+
+def _rows(value: Any, count: int, ids: list[int]) -> Any:
+    def take(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor) and leaf.ndim and leaf.shape[0] == count:
+            return leaf[ids]
+        return leaf
+
+    return map_leaves(take, value)
+
+
+def has_tensors(value: Any) -> bool:
+    """Tell whether a nested value holds a tensor."""
+    return any(isinstance(leaf, Tensor) for leaf in leaves(value))

@@ -1,0 +1,149 @@
+"""Run the coupled rows of a step: gather over the replicas, fold in tree order, hand back."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..grid import tree_fold
+from ..model.graph import Value
+from ..parallel.packet import wait_for
+from ..tree import leaves, map_leaves, replace_leaves
+from .cells import Cell, Values
+from .coupled import batch_moments, correct_gradient, fold_moments, gather_rows, running_update
+
+if TYPE_CHECKING:
+    from .engine import Engine
+
+Steps = Generator[None, None, Any]
+
+
+def couple_forward(engine: Engine, stage: int, k: int) -> Steps:
+    """Take the statistics of the row between segments ``k`` and ``k + 1`` over the whole batch."""
+    state = engine.states_for_idle(stage) if not engine.local else engine._state(stage, engine.local[0])[2]
+    row = state.segments[k + 1].row
+    assert row is not None and isinstance(row.input, Value)
+    at = state.segments[k].gives.index(row.input.index)
+    width = 1 + 2 * state._row_channels(state.segments[k + 1])
+    local = torch.zeros((0, width), dtype=torch.float64, device=engine.device)
+    if engine.local:
+        xs = [engine.cells[stage, m, k].gives[at] for m in engine.local]
+        local = torch.stack([batch_moments(x.detach()) for x in xs if x is not None])
+    # nothing may stay switched (autograd off, say) over a yield: another rank may run in this process
+    rows = yield from gather_rows(engine.transport, engine.dp_group, local, engine.share.counts)
+    engine.rows[stage, k] = fold_moments(rows, row.eps)
+    _update_running(engine, state, row, engine.rows[stage, k])
+
+
+def _update_running(engine: Engine, state: Any, row: Any, statistics: Any) -> None:
+    if row.running_mean is None or row.running_var is None:
+        return
+    names = (row.running_mean.name, row.running_var.name)
+    before = [state.candidates.get(n, None) for n in names]
+    old = [b if b is not None else state.buffer_of(n) for b, n in zip(before, names, strict=True)]
+    mean, var = running_update(row, statistics, old[0], old[1])
+    state.candidates[names[0]], state.candidates[names[1]] = mean, var
+
+
+def couple_backward(engine: Engine, stage: int, k: int) -> Steps:
+    """Correct the gradients that cross a row backward by what the statistics add to them."""
+    state = engine.states_for_idle(stage) if not engine.local else engine._state(stage, engine.local[0])[2]
+    segment = state.segments[k + 1]
+    row, statistics = segment.row, engine.rows[stage, k]
+    assert row is not None and isinstance(row.input, Value) and segment.row_sites is not None
+    at = state.segments[k].gives.index(row.input.index)
+    channels = state._row_channels(segment)
+    sums = engine.row_sums.get((stage, k), {})
+    local = torch.zeros((0, 2 * channels), dtype=torch.float64, device=engine.device)
+    if engine.local:
+        local = torch.stack([_sum_pair(sums.get(m), channels, engine.device) for m in engine.local])
+    rows = yield from gather_rows(engine.transport, engine.dp_group, local, engine.share.counts)
+    total = tree_fold(len(rows), {(m, m + 1): r for m, r in enumerate(rows)}, lambda a, b: a + b)
+    weight = engine.tensors[segment.row_sites[0]].detach()
+    for m in engine.local:
+        grads = list(engine.incoming[stage, m, k])  # type: ignore[index]
+        x = engine.cells[stage, m, k].gives[at]
+        if grads[at] is not None and x is not None:
+            s2, s1 = total[:channels], total[channels:]
+            grads[at] = correct_gradient(grads[at].detach(), x.detach(), statistics, weight, s1, s2)
+        engine.incoming[stage, m, k] = tuple(grads)  # type: ignore[index]
+
+
+def _sum_pair(pair: Any, channels: int, device: torch.device) -> Tensor:
+    zero = torch.zeros(channels, dtype=torch.float64, device=device)
+    parts = pair or [None, None]
+    return torch.cat([zero if p is None else p for p in parts])
+
+
+class WholeLoss:
+    """Hold a loss taken over the whole batch: its value and each microbatch's share of the gradient."""
+
+    def __init__(self, grads: dict[int, list[Tensor | None]], outputs: dict[int, Any]) -> None:
+        self._grads = grads
+        self._outputs = outputs
+
+    def grads(self, m: int, cell: Cell) -> Values:
+        """Give the gradients of what microbatch ``m``'s last segment gave."""
+        found = {
+            id(t): g for t, g in zip(leaves(self._outputs[m]), self._grads[m], strict=True) if isinstance(t, Tensor)
+        }
+        return tuple(None if v is None else found.get(id(v)) for v in cell.gives)
+
+
+def couple_loss(engine: Engine) -> Steps:
+    """Evaluate the loss on the outputs of the whole batch, gathered in microbatch order.
+
+    Every replica computes it alike and keeps its own microbatches' part of the gradient.
+    """
+    stage = engine.layout.num_stages - 1
+    k = len(engine.staged.stages[stage]) - 1
+    outputs = {m: engine.cells[stage, m, k].whole for m in engine.local}
+    mine = [
+        ([_plain(t) for t in leaves(outputs[m])], [_plain(t) for t in leaves(engine.batch.microbatch(m))])
+        for m in engine.local
+    ]
+    members = yield from wait_for(engine.transport.all_gather_object(mine, engine.dp_group))
+    parts = [part for member in members for part in member]
+    output_like = outputs[engine.local[0]] if engine.local else _output_structure(engine)
+    data_like = engine.batch.microbatch(engine.local[0] if engine.local else 0)
+    whole_output, tensors = _join(output_like, [p[0] for p in parts], engine.batch.sizes, grad=True)
+    whole_data, _ = _join(data_like, [p[1] for p in parts], engine.batch.sizes, grad=False)
+    engine.seeder(1 << 30)(1 << 20)
+    with torch.enable_grad(), engine.autocast():
+        loss = engine.loss(whole_output, whole_data)
+    wanted = [t for t in tensors if t is not None and t.requires_grad]
+    found = dict(zip(map(id, wanted), torch.autograd.grad(loss, wanted, allow_unused=True), strict=True))
+    whole_grads = [None if t is None else found.get(id(t)) for t in tensors]
+    for m in engine.local:
+        engine.loss_values[m] = loss.detach()
+    engine.whole_loss = WholeLoss({m: _slice(whole_grads, engine.batch.sizes, m) for m in engine.local}, outputs)
+    engine._post_losses()
+
+
+def _output_structure(engine: Engine) -> Any:
+    graph = engine._stages(engine.batch.microbatch(0))[0].graph
+    return map_leaves(lambda leaf: leaf, graph.output)
+
+
+def _plain(leaf: Any) -> Any:
+    return leaf.detach().contiguous() if isinstance(leaf, Tensor) else leaf
+
+
+def _join(like: Any, parts: list[list[Any]], sizes: tuple[int, ...], *, grad: bool) -> tuple[Any, list[Tensor | None]]:
+    joined: list[Any] = []
+    for column in zip(*parts, strict=True):
+        first = column[0]
+        batched = isinstance(first, Tensor) and first.ndim > 0 and first.shape[0] == sizes[0]
+        value = torch.cat(column) if batched else first
+        if grad and isinstance(value, Tensor) and value.is_floating_point():
+            value = value.detach().requires_grad_()
+        joined.append(value)
+    return replace_leaves(like, joined), [t if isinstance(t, Tensor) else None for t in joined]
+
+
+def _slice(grads: list[Tensor | None], sizes: tuple[int, ...], m: int) -> list[Tensor | None]:
+    start = sum(sizes[:m])
+    return [None if g is None else g[start : start + sizes[m]].contiguous() for g in grads]

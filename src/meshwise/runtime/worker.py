@@ -1,0 +1,294 @@
+"""One rank's part of a job: its model, its data, its engine; built the same way on every rank."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Generator, Iterator, Sequence
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor, nn
+
+from ..data.loader import MicrobatchLoader
+from ..data.order import epoch_order, num_steps, step_ids
+from ..errors import CaptureError, DataError, JobError, LayoutError
+from ..grid import microbatch_sizes, slot_ranges
+from ..job import Job
+from ..layout import Layout
+from ..parallel.transport import Transport
+from ..tree import leaves, map_leaves
+from .book import Book
+from .engine import Engine
+from .finish import holders
+from .losses import count_samples
+from .probe import make_weigher
+from .step import StepBatch, StepResult
+from .update import build_optimizer, take_hooks
+
+
+def seed_everything(seed: int) -> None:
+    """Seed Python's, numpy's and torch's global generators."""
+    random.seed(seed)
+    numpy.random.seed(seed % (1 << 32))
+    torch.manual_seed(seed)
+
+
+def build_model(job: Job, device: torch.device) -> nn.Module:
+    """Build the job's model on a device, the same weights on every rank (a function is called under the seed)."""
+    if isinstance(job.model, nn.Module):
+        model = job.model
+    else:
+        seed_everything(job.seed)
+        model = job.model()
+    if not isinstance(model, nn.Module):
+        raise JobError(f"model= must be an nn.Module or a function that builds one, not {type(model).__name__}.")
+    lazy = [n for n, p in model.named_parameters() if isinstance(p, nn.parameter.UninitializedParameter)]
+    if lazy:
+        raise JobError(
+            f"parameter {lazy[0]!r} is lazy: its size is not known yet. Run one sample through the model where it "
+            "is built, before it goes into the Job."
+        )
+    return model.to(device)
+
+
+def _move(data: Any, device: torch.device) -> Any:
+    if device.type == "cpu":
+        return data
+    return map_leaves(lambda t: t.to(device, non_blocking=True) if isinstance(t, Tensor) else t, data)
+
+
+class Worker:
+    """Hold what one rank needs to train. Every rank makes one, with the same job and layout."""
+
+    def __init__(self, job: Job, layout: Layout, transport: Transport, device: torch.device) -> None:
+        self.job, self.layout, self.transport, self.device = job, layout, transport, device
+        self.loader = MicrobatchLoader(job.train_data, seed=job.seed, num_workers=job.num_workers or None)
+        self.drop_last = job.drop_last or self.loader.drop_last
+        self.shuffle = job.shuffle if self.loader.shuffle is None else self.loader.shuffle
+        self.model = build_model(job, device)
+        self.model.train()
+        self.book = Book(job, layout, self.model, device)
+        self._check_slots()
+        probe = self._probe()
+        coupled = len(microbatch_sizes(job.batch_size, job.microbatch)) > 1
+        _, self.staged = self.book.staged(probe, coupled=coupled)
+        self._check_blocked()
+        self.weigher, note = make_weigher(job, self.model, self.book.forward, probe)
+        self.notes = [note, *self._opaque_notes()]
+        self.engine = Engine(job, layout, self.model, transport, self.book, self.weigher)
+        self._finish_engine()
+
+    def _finish_engine(self) -> None:
+        self.engine.hooks = take_hooks(self.model.parameters())
+        self.engine.optimizer = build_optimizer(self.job, self.model)
+        if self.job.scheduler is not None:
+            self.engine.scheduler = self.job.scheduler(self.engine.optimizer)
+        self.held = self._held_names()
+        self._release_others()
+
+    # ---- checks ----------------------------------------------------------------------------------
+
+    def _check_slots(self) -> None:
+        sizes = microbatch_sizes(self.job.batch_size, self.job.microbatch)
+        num_slots = len(slot_ranges(len(sizes), self.job.slots))
+        if self.layout.dp > num_slots:
+            raise LayoutError(
+                f"dp={self.layout.dp}, but a step of {len(sizes)} microbatches has only {num_slots} slots to share; "
+                f"use dp={num_slots} at most, a smaller microbatch_size (now {self.job.microbatch}), "
+                f"or more slots (now {self.job.slots})."
+            )
+
+    def _check_blocked(self) -> None:
+        graph = self.staged.graph
+        norms = [n for n, m in self.model.named_modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+        several = len(microbatch_sizes(self.job.batch_size, self.job.microbatch)) > 1
+        if graph.blocked and norms and several and self.job.batch_norm == "batch":
+            raise CaptureError(
+                f'BatchNorm "{norms[0]}" needs statistics over the whole batch, but the model cannot be looked into: '
+                f'{graph.blocked}. Use Job(batch_norm="microbatch"), or microbatch_size={self.job.batch_size} on one '
+                "device."
+            )
+
+    def _opaque_notes(self) -> list[str]:
+        graph = self.staged.graph
+        if graph.blocked:
+            return [f"the model runs as a whole (dp only): {graph.blocked}"]
+        return [f'module "{path}" runs as a whole: {why}' for path, why in sorted(graph.opaque.items())]
+
+    def _probe(self) -> Any:
+        size = self.job.microbatch if isinstance(self.job.microbatch, int) else max(self.job.microbatch)
+        size = min(size, 8)
+        if self.loader.num_samples is None:
+            samples = next(self.loader.iterate(0, size), None)
+            if not samples:
+                raise DataError("train_data gave no sample.")
+            return _move(self.loader.collate(0, range(len(samples)), samples), self.device)
+        if self.loader.num_samples == 0:
+            raise DataError("train_data holds no samples.")
+        size = min(size, self.loader.num_samples)
+        return _move(self.loader.fetch(0, self.order(0)[:size]), self.device)
+
+    # ---- parameters --------------------------------------------------------------------------------
+
+    def _held_names(self) -> set[str]:
+        held = holders(self.engine, self.staged)
+        return {n for n, _ in self.model.named_parameters() if self.engine.pp_index in held.get(n, self.layout_ranks())}
+
+    def layout_ranks(self) -> list[int]:
+        """List the pipeline ranks: all of them keep a parameter that no stage uses."""
+        return list(range(self.layout.pp))
+
+    def _release_others(self) -> None:
+        """Give back the memory of parameters that other stages hold; their shape stays."""
+        for name, parameter in self.model.named_parameters():
+            if name not in self.held:
+                parameter.data = torch.zeros((), dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
+
+    def owner(self, name: str) -> int:
+        """Give the pipeline rank that speaks for a parameter or buffer."""
+        found = holders(self.engine, self.staged).get(name)
+        if found:
+            return found[0]
+        for stage, segments in enumerate(self.staged.stages):
+            for segment in segments:
+                inner = [b for path in segment.opaque for b in self.staged.graph.module_buffers.get(path, ())]
+                row = segment.row
+                rows = [b.name for b in (row.running_mean, row.running_var) if b] if row else []
+                if name in (*segment.buffers, *segment.rebinds, *inner, *rows):
+                    return stage % self.layout.pp
+        return 0
+
+    # ---- data --------------------------------------------------------------------------------------
+
+    def order(self, epoch: int) -> Sequence[int]:
+        """Give the sample ids of an epoch in order."""
+        assert self.loader.num_samples is not None
+        return epoch_order(self.loader.num_samples, self.job.seed, epoch, self.shuffle)
+
+    def steps_per_epoch(self) -> int | None:
+        """Count the optimizer steps of an epoch (None for a stream)."""
+        if self.loader.num_samples is None:
+            return None
+        return num_steps(self.loader.num_samples, self.job.batch_size, self.drop_last)
+
+    def batches(self, epoch: int, first_step: int = 0) -> Iterator[StepBatch]:
+        """Give the global batches of an epoch; microbatches of other replicas are never loaded."""
+        if self.loader.num_samples is None:
+            yield from self._stream_batches(epoch, first_step)
+            return
+        order = self.order(epoch)
+        steps = self.steps_per_epoch() or 0
+        batches = [self._batch(epoch, step_ids(order, s, self.job.batch_size)) for s in range(first_step, steps)]
+        if self.loader.num_workers:
+            self._prefetch(epoch, batches)
+        yield from batches
+
+    def _batch(self, epoch: int, ids: Sequence[int]) -> StepBatch:
+        ids = tuple(int(i) for i in ids)
+        batch = StepBatch(sizes=microbatch_sizes(len(ids), self.job.microbatch), load=lambda m: None, ids=ids, epoch=epoch)
+        batch.load = lambda m: _move(self.loader.fetch(epoch, batch.ids_of(m)), self.device)
+        return batch
+
+    def _prefetch(self, epoch: int, batches: list[StepBatch]) -> None:
+        from .step import Share
+
+        plan = []
+        for batch in batches:
+            low, high = Share.make(len(batch.sizes), self.job.slots, self.layout.dp).microbatches[self.engine.dp_index]
+            plan += [(batch, m) for m in range(low, high)]
+        stream = self.loader.stream(epoch, ((k, b.ids_of(m)) for k, (b, m) in enumerate(plan)))
+        number = {(id(b), m): k for k, (b, m) in enumerate(plan)}
+        ahead: dict[int, Any] = {}
+        for batch in batches:
+            batch.load = self._loader_from(stream, number, ahead, batch, batch.load)
+
+    def _loader_from(self, stream: Any, number: Any, ahead: dict[int, Any], batch: StepBatch, direct: Any) -> Any:
+        def load(m: int) -> Any:
+            wanted = number.get((id(batch), m))
+            if wanted is None:
+                return direct(m)
+            while wanted not in ahead:
+                k, data = next(stream)
+                ahead[k] = data
+            return _move(ahead.pop(wanted), self.device)
+
+        return load
+
+    def _stream_batches(self, epoch: int, first_step: int) -> Iterator[StepBatch]:
+        at = 0
+        for step, samples in enumerate(self.loader.iterate(epoch, self.job.batch_size)):
+            ids = tuple(range(at, at + len(samples)))
+            at += len(samples)
+            if step < first_step or (self.drop_last and len(samples) < self.job.batch_size):
+                continue
+            yield self._samples_batch(epoch, ids, samples)
+
+    def _samples_batch(self, epoch: int, ids: tuple[int, ...], samples: list[Any]) -> StepBatch:
+        sizes = microbatch_sizes(len(ids), self.job.microbatch)
+
+        def load(m: int) -> Any:
+            start = sum(sizes[:m])
+            part = samples[start : start + sizes[m]]
+            return _move(self.loader.collate(epoch, ids[start : start + sizes[m]], part), self.device)
+
+        return StepBatch(sizes=sizes, load=load, ids=ids, epoch=epoch)
+
+    def split_batch(self, data: Any, epoch: int = 0) -> StepBatch:
+        """Make a step of a global batch that the user brings (the same on every rank)."""
+        count = count_samples(data)
+        sizes = microbatch_sizes(count, self.job.microbatch)
+
+        def load(m: int) -> Any:
+            start = sum(sizes[:m])
+
+            def cut(leaf: Any) -> Any:
+                if isinstance(leaf, Tensor) and leaf.ndim and leaf.shape[0] == count:
+                    return leaf[start : start + sizes[m]].clone()
+                return leaf
+
+            return _move(map_leaves(cut, data), self.device)
+
+        return StepBatch(sizes=sizes, load=load, epoch=epoch)
+
+    def step(self, batch: StepBatch) -> Generator[None, None, StepResult]:
+        """Run one optimizer step (a generator; see Engine)."""
+        return (yield from self.engine.step(batch))
+
+
+def drive(generator: Generator[None, None, Any]) -> Any:
+    """Run a generator of a blocking transport to its end and give its result."""
+    while True:
+        try:
+            next(generator)
+        except StopIteration as stop:
+            return stop.value
+
+
+def drive_together(generators: Sequence[Generator[None, None, Any]]) -> list[Any]:
+    """Run the generators of several ranks in one process in turns, and give their results.
+
+    Raises DeadlockError when none can go on.
+    """
+    from ..errors import DeadlockError
+
+    results: dict[int, Any] = {}
+    idle = 0
+    while len(results) < len(generators):
+        for i, generator in enumerate(generators):
+            if i in results:
+                continue
+            try:
+                next(generator)
+            except StopIteration as stop:
+                results[i] = stop.value
+                idle = 0
+        idle += 1
+        if idle > 10_000:
+            raise DeadlockError(f"ranks {sorted(set(range(len(generators))) - set(results))} wait for ever")
+    return [results[i] for i in range(len(generators))]
+
+
+def count_tensors(data: Any) -> int:
+    """Count the tensors in nested data."""
+    return sum(isinstance(leaf, Tensor) for leaf in leaves(data))
