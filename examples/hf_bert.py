@@ -1,8 +1,8 @@
 """Train a tiny Hugging Face BERT to tell which module of Python's library a line of code is from.
 
 It shows a model that is not ours, taken as it is: dict batches, an attention mask, and a loss that the model
-returns itself, so the job names none. The weights are random; nothing is downloaded. It needs the extra
-`transformers`:
+returns itself, so the job names none. The weights are random; nothing is downloaded. It needs transformers
+(`pip install meshwise[transformers]`):
 
     meshwise train examples/hf_bert.py --devices 2 --layout pp=2
     meshwise train examples/hf_bert.py:job_small --devices 4 --layout dp=2,pp=2
@@ -15,6 +15,7 @@ import typing
 from functools import partial
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -76,6 +77,11 @@ def bert(width: int, depth: int) -> nn.Module:
     return BertForSequenceClassification(config)
 
 
+def accuracy(output: Any, labels: Tensor) -> float:
+    """Give the share of lines whose module is named rightly; a metric may be a plain function."""
+    return (output["logits"].argmax(-1) == labels).float().mean().item()
+
+
 def job(width: int = 64, depth: int = 4, num_lines: int = 400, epochs: int = 5) -> mw.Job:
     """State the job: 32 lines a step, every fifth line kept for the evaluation."""
     lines = read_lines(num_lines)
@@ -85,6 +91,7 @@ def job(width: int = 64, depth: int = 4, num_lines: int = 400, epochs: int = 5) 
         optimizer=lambda params: torch.optim.AdamW(params, lr=1e-3),
         train_data=Lines([line for index, line in enumerate(lines) if index % 5]),
         eval_data=Lines(lines[::5]),
+        metrics={"accuracy": accuracy},
         batch_size=32,
         clip_grad_norm=1.0,
         epochs=epochs,
