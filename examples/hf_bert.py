@@ -2,7 +2,7 @@
 
 It shows a model that is not ours, taken as it is: dict batches, an attention mask, and a loss that the model
 returns itself, so the job names none. The weights are random; nothing is downloaded. It needs transformers
-(`pip install meshwise[transformers]`):
+(`pip install -e ".[transformers]"`):
 
     meshwise train examples/hf_bert.py --devices 2 --layout pp=2
     meshwise train examples/hf_bert.py:job_small --devices 4 --layout dp=2,pp=2
