@@ -214,7 +214,10 @@ def train(context):
     torch.nn.init.constant_(job.net.weight, job.net.schedule(1) * job.schedule(1))
     return job.net
 
-for _ in range(2): print("weights", [net.weight.tolist() for net in run_ranks(train, 2, device="cpu", timeout=60)], isinstance(run_ranks(train, 1, device="cpu")[0], Net))
+for _ in range(2):
+    nets = run_ranks(train, 2, device="cpu", timeout=60)
+    print("weights", [net.weight.tolist() for net in nets], isinstance(nets[0], Net))
+
 
 job.train_data = Data()
 run_ranks(train, 2, device="cpu")

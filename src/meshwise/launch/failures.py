@@ -141,6 +141,6 @@ def raise_timeout(unfinished: Sequence[int], timeout: float, num_ranks: int) -> 
     """Raise LaunchError for a job that took too long, naming the ranks that had not finished."""
     names = ", ".join(str(rank) for rank in unfinished)
     raise LaunchError(
-        f"the job was stopped after {timeout:g} seconds with {len(unfinished)} of {num_ranks} ranks unfinished "
-        f"(rank {names}); give it a longer timeout, or look for the exchange that a rank never enters"
+        f"the job was stopped after {timeout:g} seconds with {len(unfinished)} of {num_ranks} ranks "
+        f"unfinished (rank {names}); give it a longer timeout, or look for the exchange that a rank never enters"
     )

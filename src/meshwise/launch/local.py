@@ -128,7 +128,7 @@ def _common(num_ranks: int, threads: int, device_type: str, rendezvous: Rendezvo
 
 
 def _variables() -> dict[str, str]:
-    """Copy the environment; ranks of one host talk over its loopback device, whatever its name resolves to."""
+    """Copy the environment; ranks of one host talk over loopback, whatever its name resolves to."""
     variables = dict(os.environ)
     loopback = _loopback_device()
     if loopback:
