@@ -142,5 +142,5 @@ def raise_timeout(unfinished: Sequence[int], timeout: float, num_ranks: int) -> 
     names = ", ".join(str(rank) for rank in unfinished)
     raise LaunchError(
         f"the job was stopped after {timeout:g} seconds with {len(unfinished)} of {num_ranks} ranks "
-        f"unfinished (rank {names}); give it a longer timeout, or look for the exchange that a rank never enters"
+        f"unfinished (rank {names}); allow a longer timeout, or find the exchange that one rank never enters"
     )
