@@ -36,7 +36,9 @@ def microbatch_sizes(num_samples: int, size: int | Sequence[int]) -> tuple[int, 
     """
     pattern = [size] if isinstance(size, int) else list(size)
     if not pattern or any(n < 1 for n in pattern):
-        raise JobError(f"microbatch_size={size!r}: every microbatch needs at least 1 sample; give a positive int or list.")
+        raise JobError(
+            f"microbatch_size={size!r}: every microbatch needs at least 1 sample; give a positive int or list."
+        )
     sizes: list[int] = []
     left = num_samples
     while left > 0:

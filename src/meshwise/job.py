@@ -76,7 +76,9 @@ class Job:
             if not callable(getattr(self, name)):
                 raise JobError(f"{name}={getattr(self, name)!r} is not callable; see meshwise.Job.")
         if self.clip_grad_norm is not None and self.clip_grad_norm <= 0:
-            raise JobError(f"clip_grad_norm={self.clip_grad_norm}; it must be above 0, or None for no clipping.")
+            raise JobError(
+                f"clip_grad_norm={self.clip_grad_norm}; it must be above 0, or None for no clipping."
+            )
 
     def _check_choice(self, name: str, choices: Sequence[str]) -> None:
         if getattr(self, name) not in choices:
@@ -86,7 +88,9 @@ class Job:
         size = self.microbatch_size
         sizes = [] if size is None else [size] if isinstance(size, int) else list(size)
         if any(not isinstance(n, int) or n < 1 for n in sizes):
-            raise JobError(f"microbatch_size={size!r}; it must be a whole number of at least 1, or a list of them.")
+            raise JobError(
+                f"microbatch_size={size!r}; it must be a whole number of at least 1, or a list of them."
+            )
         if len(sizes) > 1 and sum(sizes) != self.batch_size:
             raise JobError(
                 f"microbatch_size={list(sizes)!r} adds up to {sum(sizes)}, but batch_size={self.batch_size}; "

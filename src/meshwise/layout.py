@@ -100,7 +100,9 @@ def _parse_items(text: str) -> dict[str, object]:
         if key in ("tp", "zero") and value.strip() in ("1" if key == "tp" else "0",):
             continue
         if key in ("tp", "zero"):
-            raise LayoutError(f"{part}: {key} is not offered yet; use dp and pp (their product is the number of devices).")
+            raise LayoutError(
+                f"{part}: {key} is not offered yet; use dp and pp (their product is the number of devices)."
+            )
         if key not in kinds:
             raise LayoutError(f"layout {text!r}: unknown key {key!r}; known are {', '.join(kinds)}.")
         items[key] = _parse_value(key, value.strip(), str(kinds[key]))

@@ -58,7 +58,9 @@ def _capture_once(
 ) -> Graph:
     small, large = TRACE_SIZES
     first = _record(model, forward, resize_batch(batch, num_samples, small), small, use, opaque, extreme=0.0)
-    again = _record(model, forward, resize_batch(batch, num_samples, large), large, None, opaque, extreme=1 - 1e-7)
+    again = _record(
+        model, forward, resize_batch(batch, num_samples, large), large, None, opaque, extreme=1 - 1e-7
+    )
     nodes = _align(first, again)
     inner = {path: model.get_submodule(path) for path in {n.opaque for n in nodes if n.opaque}}
     return Graph(
@@ -97,7 +99,14 @@ def resize_batch(batch: Any, num_samples: int, size: int) -> Any:
 
 
 def _record(
-    model: nn.Module, forward: Forward, batch: Any, size: int, use: Any, opaque: dict[str, str], *, extreme: float
+    model: nn.Module,
+    forward: Forward,
+    batch: Any,
+    size: int,
+    use: Any,
+    opaque: dict[str, str],
+    *,
+    extreme: float,
 ) -> Trace:
     recorder = Recorder(model, leaves(batch), opaque=opaque, extreme=extreme, num_samples=size)
     before = _python_state(model)
@@ -315,7 +324,7 @@ def blocked_graph(model: nn.Module, forward: Forward, batch: Any, stop: DataDepe
         used_outputs=None,
         rebinds={},
         training=model.training,
-        blocked=f'{f"module {stop.module!r}" if stop.module else type(model).__name__}: {stop.why}',
+        blocked=f"{f'module {stop.module!r}' if stop.module else type(model).__name__}: {stop.why}",
         module_params={"<model>": tuple(n for n, _ in model.named_parameters())},
         module_buffers={"<model>": tuple(n for n, _ in model.named_buffers())},
     )

@@ -82,10 +82,16 @@ def crossing(graph: Graph, liveness: Liveness, at: int) -> tuple[int, ...]:
 class Writer:
     """Write the source of one segment."""
 
-    def __init__(self, graph: Graph, liveness: Liveness, units: Sequence[Unit], piece: Piece, statistics: str) -> None:
+    def __init__(
+        self, graph: Graph, liveness: Liveness, units: Sequence[Unit], piece: Piece, statistics: str
+    ) -> None:
         self.graph, self.liveness, self.piece = graph, liveness, piece
         self.unit_of = {i: u.index for u in units for i in range(u.start, u.stop)}
-        self.names: dict[str, Any] = {"torch": torch, "no_grad": torch.no_grad, "nullcontext": contextlib.nullcontext}
+        self.names: dict[str, Any] = {
+            "torch": torch,
+            "no_grad": torch.no_grad,
+            "nullcontext": contextlib.nullcontext,
+        }
         self.lines: list[str] = []
         self.sites: list[Site] = []
         self.buffers: list[str] = []
@@ -93,7 +99,9 @@ class Writer:
         self.statistics: list[BatchNormRow] = []
         self.row_sites: tuple[Site, Site] | None = None
         self.takes = crossing(graph, liveness, piece.start)
-        self.gives = crossing(graph, liveness, piece.stop) if piece.stop < len(graph.nodes) else self._outputs()
+        self.gives = (
+            crossing(graph, liveness, piece.stop) if piece.stop < len(graph.nodes) else self._outputs()
+        )
 
     def _outputs(self) -> tuple[int, ...]:
         refs = find_refs_in_output(self.graph)
@@ -140,7 +148,9 @@ class Writer:
         if value is None or value is Ellipsis or type(value) in (bool, int, str):
             return "..." if value is Ellipsis else repr(value)
         if isinstance(value, slice):
-            return f"slice({', '.join(self.expression(v, unit) for v in (value.start, value.stop, value.step))})"
+            return (
+                f"slice({', '.join(self.expression(v, unit) for v in (value.start, value.stop, value.step))})"
+            )
         if type(value) in (tuple, torch.Size):
             return f"({''.join(self.expression(v, unit) + ', ' for v in value)})"
         if type(value) is list:
@@ -200,7 +210,10 @@ class Writer:
         x = self.expression(row.input, unit)
         function = self.bind("f", torch.nn.functional.batch_norm)
         if self.piece.row and i == self.piece.start:
-            self.row_sites = (("" if row.weight is None else row.weight.name, group), ("" if row.bias is None else row.bias.name, group))
+            self.row_sites = (
+                ("" if row.weight is None else row.weight.name, group),
+                ("" if row.bias is None else row.bias.name, group),
+            )
             weight, bias = (self.site(*s) for s in self.row_sites)
             return f"{function}({x}, rows[0], rows[1], {weight}, {bias}, False, 0.0, {row.eps!r})"
         weight = "None" if row.weight is None else self.site(row.weight.name, unit)
@@ -218,7 +231,9 @@ class Writer:
     def _drop_dead(self, i: int, node: Node) -> None:
         made = {index for _, index in node.outputs}
         used = {r.index for r in node.refs() if isinstance(r, Value)}
-        dead = [v for v in sorted(made | used) if self.liveness.last_use.get(v, -1) <= i and v not in self.gives]
+        dead = [
+            v for v in sorted(made | used) if self.liveness.last_use.get(v, -1) <= i and v not in self.gives
+        ]
         if dead and node.opaque != "<model>":
             self.lines.append("del " + ", ".join(f"v{v}" for v in dead))
 
@@ -227,7 +242,9 @@ class Writer:
         head = ["def segment(inputs, values, leaves, buffers, rows, batch, seed, attribute):"]
         if self.takes:
             head.append(f"    ({''.join(f'v{v}, ' for v in self.takes)}) = values")
-            head += [f"    v{v} = v{v}.clone() if v{v}.requires_grad else v{v}" for v in self.takes if v in changed]
+            head += [
+                f"    v{v} = v{v}.clone() if v{v}.requires_grad else v{v}" for v in self.takes if v in changed
+            ]
             head.append("    del values")
         if self.sites:
             head.append(f"    ({''.join(f'p{k}, ' for k in range(len(self.sites)))}) = leaves")

@@ -198,7 +198,12 @@ class Recorder(TorchFunctionMode):
         }
         plain = all(
             refs[k] is None or isinstance(refs[k], kind)
-            for k, kind in (("weight", Param), ("bias", Param), ("running_mean", Buffer), ("running_var", Buffer))
+            for k, kind in (
+                ("weight", Param),
+                ("bias", Param),
+                ("running_mean", Buffer),
+                ("running_var", Buffer),
+            )
         )
         if not plain:
             self.refuse("its batch norm takes a weight or statistics that are no parameter or buffer")
@@ -206,7 +211,13 @@ class Recorder(TorchFunctionMode):
         return BatchNormRow(momentum=momentum, eps=eps, **refs)  # type: ignore[arg-type]
 
     def call(
-        self, func: Any, name: str, args: Any, kwargs: Any, inputs: list[Tensor], row: BatchNormRow | None = None
+        self,
+        func: Any,
+        name: str,
+        args: Any,
+        kwargs: Any,
+        inputs: list[Tensor],
+        row: BatchNormRow | None = None,
     ) -> Any:
         """Run a call on real tensors and store it as a node when it makes or changes a tensor."""
         versions = [t._version for t in inputs]
@@ -328,7 +339,9 @@ class Recorder(TorchFunctionMode):
         for name, child in module.named_modules():
             if isinstance(child, nn.modules.batchnorm._BatchNorm) and child.training:
                 inner = f"{path}.{name}" if name else path
-                raise DataDependence("", f'BatchNorm "{inner}" is inside "{path}", which cannot be looked into')
+                raise DataDependence(
+                    "", f'BatchNorm "{inner}" is inside "{path}", which cannot be looked into'
+                )
 
 
 def hooked(module: nn.Module) -> str:
@@ -354,7 +367,9 @@ def describe(tensor: Tensor, producer: int, num_samples: int) -> ValueInfo:
 
 def overlaps(tensor: Tensor) -> bool:
     """Tell whether different elements share memory, expanded (stride 0) dims aside."""
-    dims = sorted((st, sz) for st, sz in zip(tensor.stride(), tensor.shape, strict=True) if st != 0 and sz > 1)
+    dims = sorted(
+        (st, sz) for st, sz in zip(tensor.stride(), tensor.shape, strict=True) if st != 0 and sz > 1
+    )
     reach = 0
     for stride, size in dims:
         if stride <= reach:

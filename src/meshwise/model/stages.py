@@ -34,7 +34,9 @@ class Staged:
 
     def stage_params(self, stage: int) -> tuple[str, ...]:
         """List the parameters a stage uses."""
-        return tuple(dict.fromkeys(p for u in self.units if self.stage_of_unit(u.index) == stage for p in u.params))
+        return tuple(
+            dict.fromkeys(p for u in self.units if self.stage_of_unit(u.index) == stage for p in u.params)
+        )
 
     def sites(self, stage: int) -> tuple[Site, ...]:
         """List the sites of a stage, in the order of its segments."""

@@ -147,7 +147,9 @@ def _opaque_spans(graph: Graph) -> list[tuple[int, int, str]]:
     for name in inner:
         uses = [i for i, n in enumerate(graph.nodes) if name in node_params(graph, n)]
         if len(uses) > 1:
-            spans.append((uses[0], uses[-1], f"parameter {name!r}, shared with a module that runs as a whole"))
+            spans.append(
+                (uses[0], uses[-1], f"parameter {name!r}, shared with a module that runs as a whole")
+            )
     return spans
 
 
@@ -201,7 +203,9 @@ def balanced_cuts(costs: Sequence[float], num_stages: int) -> tuple[int, ...]:
     prefix = [0.0]
     for cost in costs:
         prefix.append(prefix[-1] + cost)
-    best: list[list[tuple[float, tuple[int, ...]]]] = [[(float("inf"), ())] * (total + 1) for _ in range(num_stages + 1)]
+    best: list[list[tuple[float, tuple[int, ...]]]] = [
+        [(float("inf"), ())] * (total + 1) for _ in range(num_stages + 1)
+    ]
     for stop in range(1, total + 1):
         best[1][stop] = (prefix[stop], ())
     for stages in range(2, num_stages + 1):
@@ -213,7 +217,9 @@ def balanced_cuts(costs: Sequence[float], num_stages: int) -> tuple[int, ...]:
     return best[num_stages][total][1]
 
 
-def choose_cuts(graph: Graph, units: Sequence[Unit], num_stages: int, named: Sequence[str] = ()) -> tuple[int, ...]:
+def choose_cuts(
+    graph: Graph, units: Sequence[Unit], num_stages: int, named: Sequence[str] = ()
+) -> tuple[int, ...]:
     """Give the first unit of each stage after the first: at the named modules, or balanced by cost.
 
     Raises CaptureError when the model has fewer units than stages, or a named cut is not possible.

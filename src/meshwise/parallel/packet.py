@@ -45,7 +45,9 @@ def form_of(tensor: Tensor | None) -> Form | None:
     """Describe a tensor."""
     if tensor is None:
         return None
-    return Form(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.requires_grad, _is_dense(unexpand(tensor)))
+    return Form(
+        tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.requires_grad, _is_dense(unexpand(tensor))
+    )
 
 
 def unexpand(tensor: Tensor) -> Tensor:
@@ -58,7 +60,9 @@ def unexpand(tensor: Tensor) -> Tensor:
 
 def _is_dense(tensor: Tensor) -> bool:
     expected = 1
-    for stride, size in sorted((st, sz) for st, sz in zip(tensor.stride(), tensor.shape, strict=True) if sz > 1):
+    for stride, size in sorted(
+        (st, sz) for st, sz in zip(tensor.stride(), tensor.shape, strict=True) if sz > 1
+    ):
         if stride != expected:
             return False
         expected *= size
@@ -106,7 +110,9 @@ class Courier:
         self.known: dict[Hashable, Header] = {}
         self.num_bytes = 0
 
-    def send(self, tensors: tuple[Tensor | None, ...], to: int, tag: int, key: Hashable, *, static: bool) -> None:
+    def send(
+        self, tensors: tuple[Tensor | None, ...], to: int, tag: int, key: Hashable, *, static: bool
+    ) -> None:
         """Send a packet; ``key`` names packets that look alike, ``static`` says that they always do."""
         header = tuple(form_of(t) for t in tensors)
         if not static or self.sent.get(key) is None:
@@ -173,7 +179,9 @@ class PostedPacket:
         alone = sum(f is not None for f in self.header) == 1
         offsets, _ = _offsets(self.header)
         return tuple(
-            None if f is None else _leaf(self.buffer[0 if alone else o : (0 if alone else o) + f.num_bytes], f)
+            None
+            if f is None
+            else _leaf(self.buffer[0 if alone else o : (0 if alone else o) + f.num_bytes], f)
             for f, o in zip(self.header, offsets, strict=True)
         )
 

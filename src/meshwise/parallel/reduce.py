@@ -60,7 +60,9 @@ class Reducer:
     ``exact=False`` leaves the order to the backend's all-reduce.
     """
 
-    def __init__(self, transport: Transport, group: Group, buckets: Sequence[Sequence[int]], *, exact: bool) -> None:
+    def __init__(
+        self, transport: Transport, group: Group, buckets: Sequence[Sequence[int]], *, exact: bool
+    ) -> None:
         self.transport = transport
         self.group = group
         self.exact = exact
@@ -69,7 +71,9 @@ class Reducer:
         self.num_exchanges = 0
         self.flats: dict[Any, Tensor] = {}
 
-    def begin(self, total: int, ranges: Sequence[Range], *, presence_known: bool, likes: Sequence[Tensor]) -> None:
+    def begin(
+        self, total: int, ranges: Sequence[Range], *, presence_known: bool, likes: Sequence[Tensor]
+    ) -> None:
         """Start a step of ``total`` slots, of which member k of the group holds ``ranges[k]``.
 
         ``likes[site]`` is the parameter a site belongs to. ``presence_known``: every member has a gradient
@@ -153,8 +157,12 @@ class Reducer:
         flat = self._flat((index, dtype, tuple(ks)), max(1, len(nodes)) * length, likes[0])
         flats = flat.view(-1, length)
         for row, node in zip(flats, nodes, strict=False):
-            self._fill(row, offsets, likes, [bucket.nodes.get(node, [None] * len(bucket.sites))[k] for k in ks])
-        bucket.nodes = {k: v for k, v in bucket.nodes.items() if any(g is not None and g.is_sparse for g in v)}
+            self._fill(
+                row, offsets, likes, [bucket.nodes.get(node, [None] * len(bucket.sites))[k] for k in ks]
+            )
+        bucket.nodes = {
+            k: v for k, v in bucket.nodes.items() if any(g is not None and g.is_sparse for g in v)
+        }
         if not nodes:
             flats = flats[:0]
         if self._plain(dtype):

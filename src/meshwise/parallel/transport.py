@@ -127,7 +127,9 @@ class ProcessGroupTransport:
         padded[: data.numel()] = data
         parts = [torch.empty_like(padded) for _ in group]
         dist.all_gather(parts, padded, group=small)
-        return done([pickle.loads(bytes(p[: int(s)].cpu().numpy())) for p, s in zip(parts, sizes, strict=True)])
+        return done(
+            [pickle.loads(bytes(p[: int(s)].cpu().numpy())) for p, s in zip(parts, sizes, strict=True)]
+        )
 
     def flush(self) -> None:
         """Wait until everything sent is gone."""
@@ -200,7 +202,9 @@ class MemoryTransport:
 
     def all_gather(self, tensor: Tensor, group: Group) -> Pending:
         """List every member's tensor."""
-        return self._round(tensor.clone(), group, "all_gather", lambda table: [table[m].clone() for m in group])
+        return self._round(
+            tensor.clone(), group, "all_gather", lambda table: [table[m].clone() for m in group]
+        )
 
     def all_gather_object(self, value: Any, group: Group) -> Pending:
         """List every member's value, each through pickle as between processes."""

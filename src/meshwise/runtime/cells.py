@@ -122,7 +122,15 @@ class StageState:
     # ---- forward -----------------------------------------------------------------------------------
 
     def forward(
-        self, k: int, inputs: Sequence[Any], takes: Values, *, batch: int, seed: Any, rows: Any, key: tuple[int, int]
+        self,
+        k: int,
+        inputs: Sequence[Any],
+        takes: Values,
+        *,
+        batch: int,
+        seed: Any,
+        rows: Any,
+        key: tuple[int, int],
     ) -> Cell:
         """Run segment ``k`` on one microbatch; ``key`` orders what it leaves in buffers."""
         segment = self.segments[k]
@@ -232,4 +240,3 @@ def _spread_list(leaves: Sequence[Tensor], found: Sequence[Tensor | None]) -> li
 
 def _alias(parameter: nn.Parameter, *, always: bool) -> Tensor:
     return parameter.detach().requires_grad_(always or parameter.requires_grad)
-

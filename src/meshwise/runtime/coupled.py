@@ -89,7 +89,9 @@ def running_update(row: BatchNormRow, state: RowState, mean: Tensor, var: Tensor
     return new_mean, new_var
 
 
-def correct_gradient(grad: Tensor, x: Tensor, state: RowState, weight: Tensor, s1: Tensor, s2: Tensor) -> Tensor:
+def correct_gradient(
+    grad: Tensor, x: Tensor, state: RowState, weight: Tensor, s1: Tensor, s2: Tensor
+) -> Tensor:
     """Add to a microbatch's gradient what its values did to the statistics (s1, s2: sums over the batch)."""
     scale = weight.double() / torch.sqrt(state.var + state.eps)
     slope = -scale * s2 / (state.count * torch.sqrt(state.var + state.eps))

@@ -172,13 +172,18 @@ class Engine:
 
     def _stages(self, data: Any) -> tuple[Staged, dict[int, StageState]]:
         key, staged = self.book.staged(data, coupled=len(self.batch.sizes) > 1)
+        return staged, self._stages_for(key, staged)
+
+    def _stages_for(self, key: Any, staged: Staged) -> dict[int, StageState]:
         if key not in self.states:
             self.states[key] = {s: StageState(self.model, staged, s) for s in self.my_stages}
-        return staged, self.states[key]
+        return self.states[key]
 
     def _packet_key(self, m: int) -> Any:
         if m not in self.packet_keys:
-            self.packet_keys[m] = self.book.staged(self.batch.microbatch(m), coupled=len(self.batch.sizes) > 1)[0]
+            self.packet_keys[m] = self.book.staged(
+                self.batch.microbatch(m), coupled=len(self.batch.sizes) > 1
+            )[0]
         return self.packet_keys[m]
 
     def _state(self, stage: int, m: int) -> tuple[Any, Staged, StageState]:
@@ -215,9 +220,7 @@ class Engine:
         assert self.reducer is not None
         likes = [self.parameters[site[0]] for _, site in self.sites]
         known = self.staged.static and not self.share.has_idle
-        self.reducer.begin(
-            len(self.share.slots), self.share.replicas, presence_known=known, likes=likes
-        )
+        self.reducer.begin(len(self.share.slots), self.share.replicas, presence_known=known, likes=likes)
         self.pushed: dict[int, int] = dict.fromkeys(range(len(self.reducer.buckets)), 0)
         self.next_launch = 0
         low, high = self.share.replicas[self.dp_index]
@@ -312,7 +315,12 @@ class Engine:
             loss = None if cell.loss is None else cell.loss.detach()
             cell = Cell(takes=takes, gives=gives, loss=loss, rows=cell.rows, whole=cell.whole, later=[])
         self.cells[stage, m, k] = cell
-        if stage == self.layout.num_stages - 1 and last and m == self.local[-1] and self.weigher.kind != "batch":
+        if (
+            stage == self.layout.num_stages - 1
+            and last
+            and m == self.local[-1]
+            and self.weigher.kind != "batch"
+        ):
             self._post_losses()
 
     def _takes(self, stage: int, m: int, k: int) -> Values:
@@ -330,7 +338,13 @@ class Engine:
         rows = None if row is None else row.as_buffers(state.buffers_like(state.segments[k]))
         with self.autocast():
             return state.forward(
-                k, self.book.inputs(data), takes, batch=self.batch.sizes[m], seed=self.seeder(m), rows=rows, key=(m, k)
+                k,
+                self.book.inputs(data),
+                takes,
+                batch=self.batch.sizes[m],
+                seed=self.seeder(m),
+                rows=rows,
+                key=(m, k),
             )
 
     def _evaluate_loss(self, data: Any, staged: Staged, cell: Cell, m: int) -> None:
@@ -433,7 +447,13 @@ class Engine:
             self._push_bucket(bucket, m)
 
     def _add_grads(
-        self, stage: int, m: int, sites: Sequence[Site], grads: Sequence[Tensor | None], row_sites: Any, k: int
+        self,
+        stage: int,
+        m: int,
+        sites: Sequence[Site],
+        grads: Sequence[Tensor | None],
+        row_sites: Any,
+        k: int,
     ) -> None:
         seen: set[int] = set()
         for site, grad in zip(sites, grads, strict=True):
@@ -552,7 +572,9 @@ class Engine:
 
 def hand_over(values: Values) -> Values:
     """Cut autograd between two cells of one rank: the same memory, new leaves."""
-    return tuple(v.detach().requires_grad_() if isinstance(v, Tensor) and v.requires_grad else v for v in values)
+    return tuple(
+        v.detach().requires_grad_() if isinstance(v, Tensor) and v.requires_grad else v for v in values
+    )
 
 
 def own_grad(grad: Tensor, leaf: Tensor, seen: set[int]) -> Tensor:

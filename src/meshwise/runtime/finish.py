@@ -156,7 +156,9 @@ def _clip(engine: Engine) -> Steps:
     named = [(n, p) for n, p in engine.parameters.items() if p.grad is not None]
     owner = {name: ranks[0] for name, ranks in holders(engine, engine.staged).items()}
     mine = [(n, p.grad) for n, p in named if owner.get(n, engine.pp_index) == engine.pp_index]
-    norms = dict(zip([n for n, _ in mine], block_norms([g for _, g in mine if g is not None], kind), strict=True))
+    norms = dict(
+        zip([n for n, _ in mine], block_norms([g for _, g in mine if g is not None], kind), strict=True)
+    )
     if len(engine.pp_group) > 1:
         members = yield from wait_for(engine.transport.all_gather_object(norms, engine.pp_group))
         norms = {k: v for member in members for k, v in member.items()}
@@ -181,13 +183,20 @@ def _update(engine: Engine) -> None:
 def _commit_buffers(engine: Engine) -> Steps:
     """Give buffers the value that the step's last microbatch left, the same on all replicas."""
     states = [engine._state(s, engine.local[0] if engine.local else 0)[2] for s in engine.my_stages]
-    all_states = [s for by_stage in engine.states.values() for s in by_stage.values() if id(s) in engine.begun]
+    all_states = [
+        s for by_stage in engine.states.values() for s in by_stage.values() if id(s) in engine.begun
+    ]
     changed: dict[str, Tensor] = {}
     for state in all_states:
         changed.update(state.candidates)
     yield from _fold_statistics(engine, all_states, changed)
     row_buffers = {
-        b.name for st in states for seg in st.segments if seg.row for b in (seg.row.running_mean, seg.row.running_var) if b
+        b.name
+        for st in states
+        for seg in st.segments
+        if seg.row
+        for b in (seg.row.running_mean, seg.row.running_var)
+        if b
     }
     data = set().union(*(st.staged.data_buffers for st in all_states)) if all_states else set()
     opaque = any(st.staged.graph.opaque or st.staged.graph.blocked for st in all_states)
@@ -206,7 +215,12 @@ def _has_changes(states: list[Any]) -> bool:
 
 def _fold_statistics(engine: Engine, states: list[Any], changed: dict[str, Tensor]) -> Steps:
     """Fold the running statistics of ``batch_norm="microbatch"`` in microbatch order."""
-    rows = [(st, k, n, row) for st in states for k, seg in enumerate(st.segments) for n, row in enumerate(seg.statistics)]
+    rows = [
+        (st, k, n, row)
+        for st in states
+        for k, seg in enumerate(st.segments)
+        for n, row in enumerate(seg.statistics)
+    ]
     if not rows:
         return
     mine = [{m: _plain(st.statistics.get((m, k, n))) for m in engine.local} for st, k, n, _ in rows]

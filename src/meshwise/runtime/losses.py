@@ -125,7 +125,9 @@ class Weigher:
         return float(count_items(batch, self.ignore_index, self.shift))
 
 
-def find_kind(job: Job, parts: Callable[[list[int]], Any], evaluate: Loss, num_samples: int) -> tuple[str, int, str]:
+def find_kind(
+    job: Job, parts: Callable[[list[int]], Any], evaluate: Loss, num_samples: int
+) -> tuple[str, int, str]:
     """Find how losses add up, by evaluating the whole batch and its parts.
 
     ``parts(ids)`` gives ``(output, batch)`` of these samples of a probe batch. Gives the kind, the shift
@@ -152,7 +154,11 @@ def _match(
     job: Job, whole: float, losses: list[float], batches: list[Any], counts: list[int], output: Any
 ) -> tuple[str, int, str]:
     ignore = int(getattr(job.loss, "ignore_index", -100))
-    names = {type(leaf).__name__: leaf.dtype for leaf in leaves(output) if isinstance(leaf, Tensor) and leaf.is_floating_point()}
+    names = {
+        type(leaf).__name__: leaf.dtype
+        for leaf in leaves(output)
+        if isinstance(leaf, Tensor) and leaf.is_floating_point()
+    }
     wide = all(d == torch.float64 for d in names.values()) and names
     tolerance = 1e-9 if wide else 1e-4
 
@@ -163,13 +169,21 @@ def _match(
     for shift in (0, 1):
         items = [count_items(b, ignore, shift) for b in batches]
         uneven = [i / n for i, n in zip(items, counts, strict=True)]
-        if min(items, default=0) > 0 and fits(items, sum(items)) and (max(uneven) > 1 or _class_target(batches)):
+        if (
+            min(items, default=0) > 0
+            and fits(items, sum(items))
+            and (max(uneven) > 1 or _class_target(batches))
+        ):
             return "items", shift, "a mean over valid targets (evaluated on a batch and on its parts)"
     if fits(counts, sum(counts)):
         return "mean", 0, "a mean over samples (evaluated on a batch and on its parts)"
     if fits([1.0] * len(losses), 1.0):
         return "sum", 0, "a sum over samples (evaluated on a batch and on its parts)"
-    return "batch", 0, "coupled over the batch (its parts do not add up), so it is taken over the whole batch at once"
+    return (
+        "batch",
+        0,
+        "coupled over the batch (its parts do not add up), so it is taken over the whole batch at once",
+    )
 
 
 def _class_target(batches: list[Any]) -> bool:

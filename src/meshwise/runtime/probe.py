@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from ..errors import JobError
 from ..job import Job
 from ..model.capture import resize_batch
-from ..tree import leaves, map_leaves
+from ..tree import map_leaves
 from .losses import Weigher, count_items, count_samples, find_kind, loss_of, perturbed
 
 PROBE_SAMPLES = 6
@@ -22,7 +22,9 @@ def make_weigher(job: Job, model: nn.Module, forward: Any, data: Any) -> tuple[W
     Gives the weigher and a sentence that says what was found. Every rank does it on the same samples.
     """
     if isinstance(job.loss, nn.Module) and any(p.requires_grad for p in job.loss.parameters()):
-        raise JobError("the loss has parameters to train; make it a submodule of the model, so that they are trained.")
+        raise JobError(
+            "the loss has parameters to train; make it a submodule of the model, so that they are trained."
+        )
     num_samples = count_samples(data)
     few = resize_batch(data, num_samples, min(PROBE_SAMPLES, max(num_samples, 1)))
     count = count_samples(few)
@@ -50,7 +52,9 @@ def _find(job: Job, model: nn.Module, forward: Any, few: Any, count: int) -> tup
         with torch.no_grad():
             output = perturbed(forward(model, few), seed=0)
         try:
-            return find_kind(job, lambda ids: (_rows(output, count, ids), _rows(few, count, ids)), loss_of(job), count)
+            return find_kind(
+                job, lambda ids: (_rows(output, count, ids), _rows(few, count, ids)), loss_of(job), count
+            )
         except (RuntimeError, IndexError, ValueError):
             return _find_own(job, model, forward, few, count)
     finally:
@@ -74,8 +78,3 @@ def _rows(value: Any, count: int, ids: list[int]) -> Any:
         return leaf
 
     return map_leaves(take, value)
-
-
-def has_tensors(value: Any) -> bool:
-    """Tell whether a nested value holds a tensor."""
-    return any(isinstance(leaf, Tensor) for leaf in leaves(value))

@@ -88,7 +88,9 @@ class WholeLoss:
     def grads(self, m: int, cell: Cell) -> Values:
         """Give the gradients of what microbatch ``m``'s last segment gave."""
         found = {
-            id(t): g for t, g in zip(leaves(self._outputs[m]), self._grads[m], strict=True) if isinstance(t, Tensor)
+            id(t): g
+            for t, g in zip(leaves(self._outputs[m]), self._grads[m], strict=True)
+            if isinstance(t, Tensor)
         }
         return tuple(None if v is None else found.get(id(v)) for v in cell.gives)
 
@@ -119,7 +121,9 @@ def couple_loss(engine: Engine) -> Steps:
     whole_grads = [None if t is None else found.get(id(t)) for t in tensors]
     for m in engine.local:
         engine.loss_values[m] = loss.detach()
-    engine.whole_loss = WholeLoss({m: _slice(whole_grads, engine.batch.sizes, m) for m in engine.local}, outputs)
+    engine.whole_loss = WholeLoss(
+        {m: _slice(whole_grads, engine.batch.sizes, m) for m in engine.local}, outputs
+    )
     engine._post_losses()
 
 
@@ -132,7 +136,9 @@ def _plain(leaf: Any) -> Any:
     return leaf.detach().contiguous() if isinstance(leaf, Tensor) else leaf
 
 
-def _join(like: Any, parts: list[list[Any]], sizes: tuple[int, ...], *, grad: bool) -> tuple[Any, list[Tensor | None]]:
+def _join(
+    like: Any, parts: list[list[Any]], sizes: tuple[int, ...], *, grad: bool
+) -> tuple[Any, list[Tensor | None]]:
     joined: list[Any] = []
     for column in zip(*parts, strict=True):
         first = column[0]

@@ -19,7 +19,10 @@ Finish = Callable[[], list[Tensor | None]]
 
 
 def split_backward(
-    outs: Sequence[Tensor], out_grads: Sequence[Tensor | None], wanted: Sequence[Tensor], leaves: Sequence[Tensor]
+    outs: Sequence[Tensor],
+    out_grads: Sequence[Tensor | None],
+    wanted: Sequence[Tensor],
+    leaves: Sequence[Tensor],
 ) -> tuple[tuple[Tensor | None, ...], Finish]:
     """Give the gradients of ``wanted`` now, and a function that gives those of ``leaves`` later."""
     start = [o.grad_fn for o in outs if o.grad_fn is not None]
@@ -27,8 +30,12 @@ def split_backward(
     accumulators = {_accumulator(t): i for i, t in enumerate(leaves)}
     on_path, order = _on_path(start, targets)
     forks = [n for n in order if n in on_path and _side_edges(n, on_path, targets)]
-    simple = all(_leads_to_leaf_only(edge[0], on_path) for n in forks for edge in _side_edges(n, on_path, targets))
-    several = {n for node in order for n, i in node.next_functions if i != 0}  # not from a node's first output
+    simple = all(
+        _leads_to_leaf_only(edge[0], on_path) for n in forks for edge in _side_edges(n, on_path, targets)
+    )
+    several = {
+        n for node in order for n, i in node.next_functions if i != 0
+    }  # not from a node's first output
     if not simple or several & set(forks) or not _each_leaf_once(forks, accumulators):
         found = torch.autograd.grad(outs, [*wanted, *leaves], out_grads, allow_unused=True)  # type: ignore[arg-type]
         return found[: len(wanted)], lambda: list(found[len(wanted) :])
@@ -45,7 +52,9 @@ def _split(outs: Any, out_grads: Any, wanted: Any, leaves: Any, forks: list[Any]
         index = {_accumulator(t): i for i, t in enumerate(leaves)}
         for edge, grad in kept:
             mine = [index[a] for a in dict.fromkeys(_reach(edge.node)) if a in index]
-            parts = torch.autograd.grad([edge], [leaves[i] for i in mine], [grad], allow_unused=True, retain_graph=True)
+            parts = torch.autograd.grad(
+                [edge], [leaves[i] for i in mine], [grad], allow_unused=True, retain_graph=True
+            )
             for i, part in zip(mine, parts, strict=True):
                 grads[i] = part
         return grads

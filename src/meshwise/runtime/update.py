@@ -95,9 +95,13 @@ def build_optimizer(job: Job, model: nn.Module) -> torch.optim.Optimizer:
         params = _group(job, named)
     optimizer = job.optimizer(params)
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise JobError(f"optimizer= must return a torch optimizer, but it returned {type(optimizer).__name__}.")
+        raise JobError(
+            f"optimizer= must return a torch optimizer, but it returned {type(optimizer).__name__}."
+        )
     if isinstance(optimizer, torch.optim.LBFGS):
-        raise JobError("LBFGS evaluates the loss several times a step; use an optimizer whose step() needs no closure.")
+        raise JobError(
+            "LBFGS evaluates the loss several times a step; use an optimizer whose step() needs no closure."
+        )
     return optimizer
 
 
@@ -106,5 +110,7 @@ def _group(job: Job, named: Sequence[tuple[str, nn.Parameter]]) -> list[dict[str
     groups: dict[str, dict[str, Any]] = {}
     for name, parameter in named:
         options = dict(job.param_groups(name, parameter))
-        groups.setdefault(repr(sorted(options.items())), {"params": [], **options})["params"].append(parameter)
+        groups.setdefault(repr(sorted(options.items())), {"params": [], **options})["params"].append(
+            parameter
+        )
     return list(groups.values())

@@ -17,7 +17,7 @@ from ..grid import microbatch_sizes, slot_ranges
 from ..job import Job
 from ..layout import Layout
 from ..parallel.transport import Transport
-from ..tree import leaves, map_leaves
+from ..tree import map_leaves
 from .book import Book
 from .engine import Engine
 from .finish import holders
@@ -42,7 +42,9 @@ def build_model(job: Job, device: torch.device) -> nn.Module:
         seed_everything(job.seed)
         model = job.model()
     if not isinstance(model, nn.Module):
-        raise JobError(f"model= must be an nn.Module or a function that builds one, not {type(model).__name__}.")
+        raise JobError(
+            f"model= must be an nn.Module or a function that builds one, not {type(model).__name__}."
+        )
     lazy = [n for n, p in model.named_parameters() if isinstance(p, nn.parameter.UninitializedParameter)]
     if lazy:
         raise JobError(
@@ -133,7 +135,11 @@ class Worker:
 
     def _held_names(self) -> set[str]:
         held = holders(self.engine, self.staged)
-        return {n for n, _ in self.model.named_parameters() if self.engine.pp_index in held.get(n, self.layout_ranks())}
+        return {
+            n
+            for n, _ in self.model.named_parameters()
+            if self.engine.pp_index in held.get(n, self.layout_ranks())
+        }
 
     def layout_ranks(self) -> list[int]:
         """List the pipeline ranks: all of them keep a parameter that no stage uses."""
@@ -143,7 +149,9 @@ class Worker:
         """Give back the memory of parameters that other stages hold; their shape stays."""
         for name, parameter in self.model.named_parameters():
             if name not in self.held:
-                parameter.data = torch.zeros((), dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
+                parameter.data = torch.zeros((), dtype=parameter.dtype, device=parameter.device).expand(
+                    parameter.shape
+                )
 
     def owner(self, name: str) -> int:
         """Give the pipeline rank that speaks for a parameter or buffer."""
@@ -179,14 +187,18 @@ class Worker:
             return
         order = self.order(epoch)
         steps = self.steps_per_epoch() or 0
-        batches = [self._batch(epoch, step_ids(order, s, self.job.batch_size)) for s in range(first_step, steps)]
+        batches = [
+            self._batch(epoch, step_ids(order, s, self.job.batch_size)) for s in range(first_step, steps)
+        ]
         if self.loader.num_workers:
             self._prefetch(epoch, batches)
         yield from batches
 
     def _batch(self, epoch: int, ids: Sequence[int]) -> StepBatch:
         ids = tuple(int(i) for i in ids)
-        batch = StepBatch(sizes=microbatch_sizes(len(ids), self.job.microbatch), load=lambda m: None, ids=ids, epoch=epoch)
+        batch = StepBatch(
+            sizes=microbatch_sizes(len(ids), self.job.microbatch), load=lambda m: None, ids=ids, epoch=epoch
+        )
         batch.load = lambda m: _move(self.loader.fetch(epoch, batch.ids_of(m)), self.device)
         return batch
 
@@ -195,7 +207,9 @@ class Worker:
 
         plan = []
         for batch in batches:
-            low, high = Share.make(len(batch.sizes), self.job.slots, self.layout.dp).microbatches[self.engine.dp_index]
+            low, high = Share.make(len(batch.sizes), self.job.slots, self.layout.dp).microbatches[
+                self.engine.dp_index
+            ]
             plan += [(batch, m) for m in range(low, high)]
         stream = self.loader.stream(epoch, ((k, b.ids_of(m)) for k, (b, m) in enumerate(plan)))
         number = {(id(b), m): k for k, (b, m) in enumerate(plan)}
@@ -203,7 +217,9 @@ class Worker:
         for batch in batches:
             batch.load = self._loader_from(stream, number, ahead, batch, batch.load)
 
-    def _loader_from(self, stream: Any, number: Any, ahead: dict[int, Any], batch: StepBatch, direct: Any) -> Any:
+    def _loader_from(
+        self, stream: Any, number: Any, ahead: dict[int, Any], batch: StepBatch, direct: Any
+    ) -> Any:
         def load(m: int) -> Any:
             wanted = number.get((id(batch), m))
             if wanted is None:
@@ -287,8 +303,3 @@ def drive_together(generators: Sequence[Generator[None, None, Any]]) -> list[Any
         if idle > 10_000:
             raise DeadlockError(f"ranks {sorted(set(range(len(generators))) - set(results))} wait for ever")
     return [results[i] for i in range(len(generators))]
-
-
-def count_tensors(data: Any) -> int:
-    """Count the tensors in nested data."""
-    return sum(isinstance(leaf, Tensor) for leaf in leaves(data))

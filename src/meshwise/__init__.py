@@ -1,0 +1,36 @@
+"""Train one PyTorch job on any mesh of devices, with the same result, bit for bit."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from .errors import MeshwiseError
+from .job import Job
+from .layout import Layout
+
+if TYPE_CHECKING:
+    from .session import Session
+    from .train import TrainResult, train
+    from .verify import Verdict, verify
+
+__version__ = "0.1.0"
+__all__ = ["Job", "Layout", "MeshwiseError", "Session", "TrainResult", "Verdict", "train", "verify"]
+
+_LAZY = {
+    "Session": "session",
+    "TrainResult": "train",
+    "train": "train",
+    "Verdict": "verify",
+    "verify": "verify",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import what needs torch only when it is asked for."""
+    if name not in _LAZY:
+        raise AttributeError(f"module 'meshwise' has no attribute {name!r}")
+    from importlib import import_module
+
+    value = getattr(import_module(f".{_LAZY[name]}", __name__), name)
+    globals()[name] = value
+    return value

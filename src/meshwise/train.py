@@ -1,0 +1,192 @@
+"""Train a job: choose the layout, start the ranks (or join torchrun's), report, and give the result."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .checkpoint.store import latest, load_checkpoint
+from .errors import CheckpointError, JobError
+from .events import EpochEnded, Event, Recorder
+from .job import Job
+from .launch.environment import detect
+from .launch.local import run_ranks
+from .layout import Layout
+from .report.progress import Progress
+from .runtime.train import Reporter, Span, run_training
+from .session import Session, choose_layout
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainResult:
+    """Hold what a training run gave: one entry an epoch, and where the run's folder is."""
+
+    layout: Layout
+    folder: Path
+    history: tuple[EpochEnded, ...]
+    num_steps: int
+    seconds: float
+    notes: tuple[str, ...] = field(default=())
+
+    @property
+    def loss(self) -> float:
+        """Give the mean loss of the last epoch."""
+        return self.history[-1].loss if self.history else float("nan")
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Give the metrics of the last evaluation."""
+        return self.history[-1].metrics if self.history else {}
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """Load the trained weights and buffers, under the model's own names."""
+        found = latest(self.folder / "checkpoints")
+        if found is None:
+            raise CheckpointError(
+                f"{self.folder} holds no checkpoint: the run ended before its first epoch did."
+            )
+        return dict(load_checkpoint(found).tensors)
+
+    def __str__(self) -> str:
+        metrics = "".join(f", {name} {value:.4f}" for name, value in self.metrics.items())
+        return f"{self.num_steps} steps under {self.layout}: loss {self.loss:.6f}{metrics}; run folder {self.folder}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Plan:
+    job: Job
+    layout: Layout
+    span: Span
+    folder: Path
+    resume: Path | None
+    threads: int
+
+
+def train(
+    job: Job,
+    *,
+    devices: int | None = None,
+    layout: str | Layout = "auto",
+    run: str | Path | None = None,
+    resume: str | Path | None = None,
+    epochs: int | None = None,
+    steps: int | None = None,
+    threads: int = 1,
+    progress: bool = True,
+    listeners: Sequence[Callable[[Event], None]] = (),
+) -> TrainResult:
+    """Train ``job`` and return what came of it.
+
+    Starts one rank a device (all devices of this machine unless ``devices`` or ``layout`` says otherwise); under
+    ``torchrun`` every rank calls it and joins. ``run`` is the run's folder (default ``runs/NAME-TIME``); ``resume``
+    a run or checkpoint to go on from, under any layout. ``steps`` limits the optimizer steps. ``threads`` is the
+    number of threads of a CPU device. ``listeners`` get the events of rank 0. Raises LayoutError, JobError or
+    CaptureError before the first step; RankError with the first failing rank's own error after it.
+    """
+    environment = detect()
+    joined = environment.world_size > 1
+    chosen = choose_layout(job, layout, environment.world_size if joined else devices)
+    plan = _Plan(
+        job=job,
+        layout=chosen,
+        span=Span(epochs=job.epochs if epochs is None else epochs, steps=steps),
+        folder=_run_folder(job, run, resume),
+        resume=None if resume is None else Path(resume).resolve(),
+        threads=threads,
+    )
+    show = Progress(enabled=progress and environment.rank == 0)
+
+    def hear(event: Any) -> None:
+        for listener in (show, *listeners):
+            listener(event)
+
+    start = time.monotonic()
+    with show:
+        found = _run(plan, joined, hear)
+    return TrainResult(
+        layout=chosen,
+        folder=plan.folder,
+        history=tuple(found["history"]),
+        num_steps=found["num_steps"],
+        seconds=time.monotonic() - start,
+        notes=tuple(found["notes"]),
+    )
+
+
+def _run(plan: _Plan, joined: bool, hear: Callable[[Event], None]) -> dict[str, Any]:
+    if joined:
+        with Session(plan.job, plan.layout, threads=plan.threads) as session:
+            return train_rank(session, plan, hear if session.rank == 0 else _ignore)
+    if plan.layout.num_devices == 1 and not dist.is_initialized():
+        with Session(plan.job, plan.layout, devices=1, threads=plan.threads) as session:
+            return train_rank(session, plan, hear)
+    results = run_ranks(
+        lambda context: _rank_main(plan, context),
+        plan.layout.num_devices,
+        threads=plan.threads,
+        on_event=hear,
+        name=plan.job.name,
+    )
+    found: dict[str, Any] = results[0]
+    return found
+
+
+def _rank_main(plan: _Plan, context: Any) -> dict[str, Any] | None:
+    with Session(plan.job, plan.layout, device=context.device) as session:
+        emit = context.emit if session.rank == 0 else _ignore
+        found = train_rank(session, plan, emit)
+        return found if session.rank == 0 else None
+
+
+def train_rank(session: Session, plan: Any, hear: Callable[[Event], None]) -> dict[str, Any]:
+    """Run the training of one rank; rank 0 writes the run's folder."""
+    if plan.resume is not None:
+        session.load(plan.resume)
+    if session.rank != 0:
+        return run_training(session, plan.span, _ignore, plan.folder)
+    _write_facts(session, plan)
+    recorder = Recorder(plan.folder)
+    try:
+        return run_training(session, plan.span, Reporter(recorder, hear), plan.folder)
+    finally:
+        recorder.close()
+
+
+def _write_facts(session: Session, plan: Any) -> None:
+    plan.folder.mkdir(parents=True, exist_ok=True)
+    (plan.folder / "manifest.json").write_text(json.dumps(session.manifest().to_json(), indent=2) + "\n")
+    staged = session.worker.staged
+    facts = {
+        "layout": str(session.layout),
+        "stages": [
+            [u.key[0] for u in staged.units if staged.stage_of_unit(u.index) == s]
+            for s in range(len(staged.stages))
+        ],
+        "notes": session.notes,
+        "warnings": session.warnings,
+    }
+    (plan.folder / "plan.json").write_text(json.dumps(facts, indent=2) + "\n")
+
+
+def _ignore(event: Event) -> None:
+    return None
+
+
+def _run_folder(job: Job, run: str | Path | None, resume: str | Path | None) -> Path:
+    if run is not None:
+        folder = Path(run)
+    elif resume is not None and (Path(resume) / "checkpoints").is_dir():
+        folder = Path(resume)
+    else:
+        folder = Path("runs") / f"{job.name}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    if folder.exists() and not folder.is_dir():
+        raise JobError(f"run={str(folder)!r} is a file; name a folder.")
+    return folder.resolve()
