@@ -120,7 +120,7 @@ class Session:
 
     def close(self) -> None:
         """Leave the process group if this session joined it, and put the number of threads back."""
-        self.worker.engine.remove_overlap()
+        self.worker.engine.gradients.remove_overlap()
         torch.set_num_threads(self._threads)
         if self._own_group and dist.is_initialized():
             dist.destroy_process_group()

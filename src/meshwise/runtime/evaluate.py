@@ -153,7 +153,7 @@ def forward_only(worker: Worker, data: Any, size: int, m: int) -> Steps:
     """Run one microbatch through all stages without gradients; gives the output on the last stage's rank."""
     engine, layout = worker.engine, worker.layout
     key, staged = worker.book.staged(data, coupled=False)
-    states = engine._stages_for(key, staged)
+    states = engine.stages_for(key, staged)
     values: Any = ()
     for stage in engine.my_stages:
         if stage > 0 and (stage - 1) % layout.pp != engine.pp_index:

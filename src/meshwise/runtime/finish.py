@@ -26,8 +26,8 @@ TIE_TAG = 1 << 22
 def finish_step(engine: Engine) -> Generator[None, None, StepResult]:
     """Finish a step on one rank: every rank of the mesh does it together."""
     yield from _sum_buckets(engine)
-    losses, measures = yield from engine.gather_losses()
-    fine = engine.check_losses(losses)
+    losses, measures = yield from engine.losses.gather()
+    fine = engine.losses.check(losses)
     norm = None
     if fine:
         yield from _set_grads(engine, _scale(engine, measures))
@@ -47,12 +47,12 @@ def finish_step(engine: Engine) -> Generator[None, None, StepResult]:
 
 
 def _sum_buckets(engine: Engine) -> Steps:
-    reducer = engine.reducer
+    reducer = engine.gradients.reducer
     assert reducer is not None
     for b, bucket in enumerate(reducer.buckets):
         grads = yield from reducer.finish(b)
         for site, grad in zip(bucket.sites, grads, strict=True):
-            engine.sums[engine.sites[site]] = grad
+            engine.gradients.sums[engine.gradients.sites[site]] = grad
 
 
 def _scale(engine: Engine, measures: list[float]) -> float:
@@ -85,7 +85,7 @@ def site_position(staged: Staged, site: Site) -> int:
 def _set_grads(engine: Engine, factor: float) -> Steps:
     """Put the whole gradient of each parameter in its ``.grad``: its sites added up, last used first."""
     by_name: dict[str, list[tuple[int, Tensor | None]]] = {}
-    for (_, site), grad in engine.sums.items():
+    for (_, site), grad in engine.gradients.sums.items():
         by_name.setdefault(site[0], []).append((site_position(engine.staged, site), grad))
     yield from _exchange_ties(engine, by_name)
     grads = []
@@ -182,7 +182,7 @@ def _update(engine: Engine) -> None:
 
 def _commit_buffers(engine: Engine) -> Steps:
     """Give buffers the value that the step's last microbatch left, the same on all replicas."""
-    states = [engine._state(s, engine.local[0] if engine.local else 0)[2] for s in engine.my_stages]
+    states = [engine.state(s, engine.local[0] if engine.local else 0)[2] for s in engine.my_stages]
     all_states = [
         s for by_stage in engine.states.values() for s in by_stage.values() if id(s) in engine.begun
     ]

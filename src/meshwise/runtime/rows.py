@@ -23,7 +23,7 @@ Steps = Generator[None, None, Any]
 
 def couple_forward(engine: Engine, stage: int, k: int) -> Steps:
     """Take the statistics of the row between segments ``k`` and ``k + 1`` over the whole batch."""
-    state = engine.states_for_idle(stage) if not engine.local else engine._state(stage, engine.local[0])[2]
+    state = engine.states_for_idle(stage) if not engine.local else engine.state(stage, engine.local[0])[2]
     row = state.segments[k + 1].row
     assert row is not None and isinstance(row.input, Value)
     at = state.segments[k].gives.index(row.input.index)
@@ -50,13 +50,13 @@ def _update_running(engine: Engine, state: Any, row: Any, statistics: Any) -> No
 
 def couple_backward(engine: Engine, stage: int, k: int) -> Steps:
     """Correct the gradients that cross a row backward by what the statistics add to them."""
-    state = engine.states_for_idle(stage) if not engine.local else engine._state(stage, engine.local[0])[2]
+    state = engine.states_for_idle(stage) if not engine.local else engine.state(stage, engine.local[0])[2]
     segment = state.segments[k + 1]
     row, statistics = segment.row, engine.rows[stage, k]
     assert row is not None and isinstance(row.input, Value) and segment.row_sites is not None
     at = state.segments[k].gives.index(row.input.index)
     channels = state._row_channels(segment)
-    sums = engine.row_sums.get((stage, k), {})
+    sums = engine.gradients.row_sums.get((stage, k), {})
     local = torch.zeros((0, 2 * channels), dtype=torch.float64, device=engine.device)
     if engine.local:
         local = torch.stack([_sum_pair(sums.get(m), channels, engine.device) for m in engine.local])
@@ -120,15 +120,15 @@ def couple_loss(engine: Engine) -> Steps:
     found = dict(zip(map(id, wanted), torch.autograd.grad(loss, wanted, allow_unused=True), strict=True))
     whole_grads = [None if t is None else found.get(id(t)) for t in tensors]
     for m in engine.local:
-        engine.loss_values[m] = loss.detach()
+        engine.losses.values[m] = loss.detach()
     engine.whole_loss = WholeLoss(
         {m: _slice(whole_grads, engine.batch.sizes, m) for m in engine.local}, outputs
     )
-    engine._post_losses()
+    engine.losses.post()
 
 
 def _output_structure(engine: Engine) -> Any:
-    graph = engine._stages(engine.batch.microbatch(0))[0].graph
+    graph = engine.stages(engine.batch.microbatch(0))[0].graph
     return map_leaves(lambda leaf: leaf, graph.output)
 
 

@@ -1,0 +1,176 @@
+"""Gradients of one rank's step: collected from the cells slot by slot, handed to the exact reduction.
+
+Under dp alone the exchange of a bucket starts while the backward of the step's last microbatch still runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from ..model.codegen import Site
+from ..model.stages import Staged
+from ..parallel.reduce import Reducer, make_buckets
+
+if TYPE_CHECKING:
+    from .engine import Engine
+
+BUCKET_BYTES = 4  # bytes an element counts for when sites are grouped in buckets
+
+
+class Gradients:
+    """Own the reducer and its buckets; reset by :meth:`begin` at each step."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.reducer: Reducer | None = None
+        self.sites: list[tuple[int, Site]] = []
+        self.bucket_of: dict[tuple[int, int], list[int]] = {}
+        self.overlap_hooks: list[Any] = []
+        self.armed = False
+        self.sums: dict[tuple[int, Site], Tensor | None] = {}
+        self.row_sums: dict[tuple[int, int], dict[int, list[Tensor | None]]] = {}
+
+    def begin(self, staged: Staged) -> None:
+        """Start a step: buckets for the sites of this rank's stages, and how replicas share the slots."""
+        self._setup(staged)
+        engine, reducer = self.engine, self.reducer
+        assert reducer is not None
+        self.sums, self.row_sums = {}, {}
+        likes = [engine.parameters[site[0]] for _, site in self.sites]
+        known = staged.static and not engine.share.has_idle
+        reducer.begin(len(engine.share.slots), engine.share.replicas, presence_known=known, likes=likes)
+        self.pushed = dict.fromkeys(range(len(reducer.buckets)), 0)
+        self.next_launch = 0
+        low, high = engine.share.replicas[engine.dp_index]
+        self.num_slots = high - low
+
+    def _setup(self, staged: Staged) -> None:
+        engine = self.engine
+        sites = [(s, site) for s in engine.my_stages for site in staged.sites(s)]
+        if self.reducer is not None and sites == self.sites:
+            return
+        self.remove_overlap()
+        self.sites, self.bucket_of = sites, {}
+        index = {key: k for k, key in enumerate(sites)}
+        buckets: list[list[int]] = []
+        for stage in reversed(engine.my_stages):
+            for k in reversed(range(len(staged.stages[stage]))):
+                mine = [index[stage, s] for s in reversed(staged.stages[stage][k].sites) if s[0]]
+                sizes = [engine.parameters[sites[i][1][0]].numel() * BUCKET_BYTES for i in mine]
+                grouped = [[mine[i] for i in b] for b in make_buckets(sizes)]
+                self.bucket_of[stage, k] = list(range(len(buckets), len(buckets) + len(grouped)))
+                buckets.extend(grouped)
+        exact = engine.layout.reduction == "exact"
+        self.reducer = Reducer(engine.transport, engine.dp_group, buckets, exact=exact)
+
+    def remove_overlap(self) -> None:
+        """Take this engine's hooks off the parameters."""
+        for handle in self.overlap_hooks:
+            handle.remove()
+        self.overlap_hooks = []
+
+    # ---- collecting -----------------------------------------------------------------------------------
+
+    def arm(self, stage: int, m: int) -> bool:
+        """Tell whether gradients of this backward may leave while it runs (dp only, the last microbatch)."""
+        alone = (
+            self.engine.layout.num_stages == 1
+            and len(self.engine.staged.stages[0]) == 1
+            and len(self.engine.dp_group) > 1
+        )
+        if (
+            not alone
+            or m != self.engine.local[-1]
+            or self.engine.share.slots[self.engine.share.slot_end(m) or 0][0] > m
+        ):
+            return False
+        if not self.overlap_hooks:
+            self._register_overlap()
+        assert self.reducer is not None
+        self.waiting = [len(b.sites) for b in self.reducer.buckets]
+        return True
+
+    def _register_overlap(self) -> None:
+        assert self.reducer is not None
+        for b, bucket in enumerate(self.reducer.buckets):
+            for site in bucket.sites:
+                stage, name = self.sites[site]
+                leaf = self.engine.tensors[name]
+                if isinstance(leaf, nn.Parameter):
+                    self.overlap_hooks.append(leaf.register_post_accumulate_grad_hook(self._overlap_hook(b)))
+
+    def _overlap_hook(self, bucket: int) -> Any:
+        def hook(leaf: Tensor) -> None:
+            if not self.armed:
+                return
+            self.waiting[bucket] -= 1
+            if self.waiting[bucket] == 0:
+                self._push_bucket(bucket, self.engine.local[-1])
+
+        return hook
+
+    def collect(self, stage: int, m: int, k: int, leaf_grads: list[Tensor | None], cell: Cell) -> None:
+        segment = self.engine.state(stage, m)[2].segments[k]
+        if leaf_grads:
+            self._add_grads(stage, m, segment.sites, leaf_grads, segment.row_sites, k)
+        slot = self.engine.share.slot_end(m)
+        if slot is None:
+            return
+        for bucket in self.bucket_of[stage, k]:
+            self._push_bucket(bucket, m)
+
+    def _add_grads(
+        self,
+        stage: int,
+        m: int,
+        sites: Sequence[Site],
+        grads: Sequence[Tensor | None],
+        row_sites: Any,
+        k: int,
+    ) -> None:
+        seen: set[int] = set()
+        for site, grad in zip(sites, grads, strict=True):
+            if grad is None:
+                continue
+            leaf = self.engine.tensors[site]
+            grad = own_grad(grad, leaf, seen)
+            if row_sites and site in row_sites:
+                pair = self.row_sums.setdefault((stage, k - 1), {}).setdefault(m, [None, None])  # type: ignore[arg-type]
+                pair[row_sites.index(site)] = grad.double()  # type: ignore[index]
+            if site[0]:
+                leaf.grad = grad if leaf.grad is None else leaf.grad.add_(grad)
+
+    def _push_bucket(self, bucket: int, m: int) -> None:
+        """Hand a bucket's gradients of the slot that ends with microbatch ``m`` to the reduction, once."""
+        assert self.reducer is not None
+        slot = self.engine.share.slot_end(m)
+        assert slot is not None
+        done = slot - self.engine.share.replicas[self.engine.dp_index][0] + 1
+        if self.pushed[bucket] >= done:
+            return
+        self.pushed[bucket] = done
+        grads = []
+        for site in self.reducer.buckets[bucket].sites:
+            key = self.sites[site][1]
+            leaf = self.engine.tensors[key]
+            frozen = key[1] < 0 and not self.engine.parameters[key[0]].requires_grad
+            grads.append(None if frozen else leaf.grad)
+            leaf.grad = None
+        self.reducer.push(bucket, slot, grads)
+        while self.next_launch < len(self.pushed) and self.pushed[self.next_launch] == self.num_slots:
+            self.reducer.launch(self.next_launch)
+            self.next_launch += 1
+
+
+def own_grad(grad: Tensor, leaf: Tensor, seen: set[int]) -> Tensor:
+    """Make a raw gradient one that may be changed in place: in the leaf's layout, shared with no other."""
+    if grad.is_sparse:
+        return grad
+    if grad.stride() != leaf.stride() or not grad.numel() or grad.data_ptr() in seen:
+        copy = torch.empty_like(leaf, memory_format=torch.preserve_format)
+        return copy.copy_(grad)
+    seen.add(grad.data_ptr())
+    return grad

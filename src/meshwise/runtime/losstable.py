@@ -1,0 +1,94 @@
+"""The losses of a step: weights of microbatches, values told to all ranks behind the backward."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Generator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..errors import NonFiniteError
+from ..parallel.packet import wait_for
+
+if TYPE_CHECKING:
+    from .engine import Engine
+
+Steps = Generator[None, None, Any]
+
+
+class LossTable:
+    """Hold the losses and measures of the step's microbatches; reset by :meth:`begin` at each step."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.values: dict[int, Tensor] = {}
+        self.gathered: Any = None
+        self.weights: dict[int, float] = {}
+        self.measures: dict[int, float] = {}
+
+    def begin(self) -> None:
+        """Weigh the microbatches of this replica: samples, or what counts, as shares of what the step usually has."""
+        engine = self.engine
+        weigher, total = engine.weigher, engine.batch.num_samples
+        self.values, self.gathered, self.weights, self.measures = {}, None, {}, {}
+        for m in engine.local:
+            share = engine.batch.sizes[m] / total
+            if weigher.kind in ("sum", "batch"):
+                self.measures[m], self.weights[m] = share, 1.0
+            elif weigher.needs_data:
+                self.measures[m] = weigher.measure(engine.batch.microbatch(m))
+                self.weights[m] = self.measures[m] / (weigher.per_sample * total)
+            else:
+                self.measures[m] = self.weights[m] = share
+        if engine.my_stages[-1] != engine.layout.num_stages - 1:
+            self.post()  # nothing to tell; what the last stage tells arrives meanwhile
+
+    def post(self) -> None:
+        """Send this rank's microbatch losses on their way to all ranks, behind the backward; once a step."""
+        if self.gathered is not None:
+            return
+        rows = torch.zeros((max(1, max(self.engine.share.counts)), 2), dtype=torch.float64)
+        for j, m in enumerate(self.engine.local):
+            if m in self.values:
+                rows[j, 0] = self.values[m]
+            rows[j, 1] = self.measures[m]
+        if len(self.engine.world) == 1:
+            self.gathered = [rows]
+        else:
+            self.gathered = self.engine.transport.all_gather(rows.to(self.engine.device), self.engine.world)
+
+    def gather(self) -> Steps:
+        """Give (losses, measures) of all microbatches of the step, in order."""
+        if self.gathered is None:
+            self.post()
+        parts = self.gathered
+        if not isinstance(parts, list):
+            parts = yield from wait_for(parts)
+        losses: list[float] = []
+        measures: list[float] = []
+        for dp, count in enumerate(self.engine.share.counts):
+            part = parts[
+                self.engine.mesh.rank(dp=dp, pp=(self.engine.layout.num_stages - 1) % self.engine.layout.pp)
+            ].cpu()
+            losses += part[:count, 0].tolist()
+            measures += part[:count, 1].tolist()
+        return losses, measures
+
+    def check(self, losses: Sequence[float]) -> bool:
+        """Tell whether all losses are finite; raise when the job says to stop."""
+        bad = [m for m, loss in enumerate(losses) if not math.isfinite(loss)]
+        if not bad:
+            return True
+        if self.engine.job.on_nonfinite == "skip":
+            return False
+        m = min(bad[0], len(self.engine.batch.sizes) - 1)
+        dp = next(i for i, (a, b) in enumerate(self.engine.share.microbatches) if a <= m < b)
+        rank = self.engine.mesh.rank(dp=dp, pp=(self.engine.layout.num_stages - 1) % self.engine.layout.pp)
+        ids = self.engine.batch.ids_of(m)
+        raise NonFiniteError(
+            f"step {self.engine.step_index}: the loss of microbatch {m} on rank {rank} is {losses[bad[0]]}"
+            f"{f' (samples {list(ids)})' if ids else ''}; nothing was updated. "
+            'Look at those samples, lower the learning rate, or use Job(on_nonfinite="skip").'
+        )
