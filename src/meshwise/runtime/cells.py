@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from ..model.codegen import Segment, Site
 from ..model.graph import Attribute, Constant
 from ..model.stages import Staged
+from ..tree import leaves as tree_leaves
 
 Values = tuple[Tensor | None, ...]
 
@@ -148,7 +149,8 @@ class StageState:
         for n, pair in enumerate(extra[len(segment.rebinds) :]):
             self.statistics[key[0], k, n] = pair
         if self.staged.graph.blocked:
-            return Cell(takes=takes, whole=out, leaves=leaves, rows=rows)
+            gives = tuple(leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor))
+            return Cell(takes=takes, gives=gives, whole=out, leaves=leaves, rows=rows)
         return Cell(takes=takes, gives=out, leaves=leaves, rows=rows)
 
     @contextlib.contextmanager

@@ -7,6 +7,7 @@ group's transport never makes them wait that way; in memory several ranks take t
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Generator, Sequence
 from typing import Any
 
@@ -85,7 +86,10 @@ class Engine:
         self._begin(batch)
         for at, action in enumerate(self.program):
             self.messages.post_ahead(at)
+            begun = time.perf_counter() if self.spans is not None else 0.0
             yield from self._run(action)
+            if self.spans is not None:
+                self.spans.append((action, begun, time.perf_counter()))
         if not self.local:
             yield from self._idle_rows()
         result: StepResult = yield from finish_step(self)
@@ -298,7 +302,7 @@ class Engine:
         if k < len(self.staged.stages[stage]) - 1:
             return self.incoming.pop((stage, m, k))  # type: ignore[call-overload,no-any-return]
         if stage == self.layout.num_stages - 1:
-            return self.whole_loss.grads(m, cell) if self.whole_loss is not None else ()
+            return self.whole_loss.grads(m) if self.whole_loss is not None else ()
         return self.incoming.pop((-stage - 1, m))
 
     def _again(self, stage: int, m: int, k: int, cell: Cell) -> Cell:

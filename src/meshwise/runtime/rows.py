@@ -79,20 +79,14 @@ def _sum_pair(pair: Any, channels: int, device: torch.device) -> Tensor:
 
 
 class WholeLoss:
-    """Hold a loss taken over the whole batch: its value and each microbatch's share of the gradient."""
+    """Hold a loss taken over the whole batch: each microbatch's share of the gradient of what its last cell gave."""
 
-    def __init__(self, grads: dict[int, list[Tensor | None]], outputs: dict[int, Any]) -> None:
+    def __init__(self, grads: dict[int, Values]) -> None:
         self._grads = grads
-        self._outputs = outputs
 
-    def grads(self, m: int, cell: Cell) -> Values:
+    def grads(self, m: int) -> Values:
         """Give the gradients of what microbatch ``m``'s last segment gave."""
-        found = {
-            id(t): g
-            for t, g in zip(leaves(self._outputs[m]), self._grads[m], strict=True)
-            if isinstance(t, Tensor)
-        }
-        return tuple(None if v is None else found.get(id(v)) for v in cell.gives)
+        return self._grads[m]
 
 
 def couple_loss(engine: Engine) -> Steps:
@@ -122,9 +116,25 @@ def couple_loss(engine: Engine) -> Steps:
     for m in engine.local:
         engine.losses.values[m] = loss.detach()
     engine.whole_loss = WholeLoss(
-        {m: _slice(whole_grads, engine.batch.sizes, m) for m in engine.local}, outputs
+        {
+            m: _by_gives(engine, m, _slice(whole_grads, engine.batch.sizes, m), outputs[m])
+            for m in engine.local
+        }
     )
     engine.losses.post()
+
+
+def _by_gives(engine: Engine, m: int, grads: list[Tensor | None], output: Any) -> Values:
+    """Put the gradients of the output's leaves in the order of the values the last segment gave."""
+    staged = engine.stages(engine.batch.microbatch(m))[0]
+    if staged.graph.blocked:
+        return tuple(g for g, leaf in zip(grads, leaves(output), strict=True) if isinstance(leaf, Tensor))
+    found: dict[int, Tensor | None] = {}
+    for leaf, grad in zip(leaves(staged.graph.output), grads, strict=True):
+        if isinstance(leaf, Value) and grad is not None:
+            before = found.get(leaf.index)
+            found[leaf.index] = grad if before is None else before + grad
+    return tuple(found.get(v) for v in staged.stages[-1][-1].gives)
 
 
 def _output_structure(engine: Engine) -> Any:
