@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 LOSS_KINDS = ("auto", "sum", "mean", "items", "batch")
-PRECISIONS = ("float32", "bf16")
+PRECISIONS = ("own", "float64", "bf16")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +29,7 @@ class Job:
     most replicas that can share a step. ``loss_kind``: how losses of parts make the loss of the whole (found
     out by itself unless given): sum, mean (over samples), items (over valid targets), batch (coupled).
     ``weight(batch)``: samples or valid tokens of a microbatch. ``forward(model, batch)`` overrides the call.
+    ``precision``: "own" (as the model is), "float64" (model and data are cast) or "bf16" (autocast).
     ``batch_norm``: "batch" (statistics of the whole batch) or "microbatch". ``cuts``: modules at which
     stages begin. ``on_nonfinite``: "stop" or "skip" a step whose loss is not finite.
     Raises JobError for a value that cannot work.
@@ -54,7 +55,7 @@ class Job:
     loss_kind: str = "auto"
     batch_norm: str = "batch"
     cuts: Sequence[str] = ()
-    precision: str = "float32"
+    precision: str = "own"
     shuffle: bool = True
     drop_last: bool = False
     on_nonfinite: str = "stop"

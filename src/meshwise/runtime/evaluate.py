@@ -13,7 +13,7 @@ from ..parallel.packet import wait_for
 from .engine import hand_over, rebuild_output
 from .losses import loss_of, target_of
 from .step import StepBatch
-from .worker import Worker, _move
+from .worker import Worker, move
 
 Steps = Generator[None, None, Any]
 
@@ -113,7 +113,7 @@ def _eval_batch(
         start = sum(sizes[:m])
         ids = range(start, start + sizes[m])
         data = loader.collate(0, ids, [samples[i] for i in ids]) if samples else loader.fetch(0, ids)
-        return _move(data, worker.device)
+        return move(data, worker.device, worker.job.precision)
 
     return StepBatch(sizes=sizes, load=load)
 

@@ -51,13 +51,21 @@ def build_model(job: Job, device: torch.device) -> nn.Module:
             f"parameter {lazy[0]!r} is lazy: its size is not known yet. Run one sample through the model where it "
             "is built, before it goes into the Job."
         )
-    return model.to(device)
+    return model.to(device, torch.float64) if job.precision == "float64" else model.to(device)
 
 
-def _move(data: Any, device: torch.device) -> Any:
-    if device.type == "cpu":
+def move(data: Any, device: torch.device, precision: str) -> Any:
+    """Bring a microbatch to the device, and floating tensors to float64 where the job computes in it."""
+    if device.type == "cpu" and precision != "float64":
         return data
-    return map_leaves(lambda t: t.to(device, non_blocking=True) if isinstance(t, Tensor) else t, data)
+
+    def change(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        wide = precision == "float64" and leaf.is_floating_point()
+        return leaf.to(device, torch.float64 if wide else leaf.dtype, non_blocking=True)
+
+    return map_leaves(change, data)
 
 
 class Worker:
@@ -88,6 +96,9 @@ class Worker:
             self.engine.scheduler = self.job.scheduler(self.engine.optimizer)
         self.held = self._held_names()
         self._release_others()
+
+    def _move(self, data: Any) -> Any:
+        return move(data, self.device, self.job.precision)
 
     # ---- checks ----------------------------------------------------------------------------------
 
@@ -125,11 +136,11 @@ class Worker:
             samples = next(self.loader.iterate(0, size), None)
             if not samples:
                 raise DataError("train_data gave no sample.")
-            return _move(self.loader.collate(0, range(len(samples)), samples), self.device)
+            return self._move(self.loader.collate(0, range(len(samples)), samples))
         if self.loader.num_samples == 0:
             raise DataError("train_data holds no samples.")
         size = min(size, self.loader.num_samples)
-        return _move(self.loader.fetch(0, self.order(0)[:size]), self.device)
+        return self._move(self.loader.fetch(0, self.order(0)[:size]))
 
     # ---- parameters --------------------------------------------------------------------------------
 
@@ -199,7 +210,7 @@ class Worker:
         batch = StepBatch(
             sizes=microbatch_sizes(len(ids), self.job.microbatch), load=lambda m: None, ids=ids, epoch=epoch
         )
-        batch.load = lambda m: _move(self.loader.fetch(epoch, batch.ids_of(m)), self.device)
+        batch.load = lambda m: self._move(self.loader.fetch(epoch, batch.ids_of(m)))
         return batch
 
     def _prefetch(self, epoch: int, batches: list[StepBatch]) -> None:
@@ -227,7 +238,7 @@ class Worker:
             while wanted not in ahead:
                 k, data = next(stream)
                 ahead[k] = data
-            return _move(ahead.pop(wanted), self.device)
+            return self._move(ahead.pop(wanted))
 
         return load
 
@@ -246,7 +257,7 @@ class Worker:
         def load(m: int) -> Any:
             start = sum(sizes[:m])
             part = samples[start : start + sizes[m]]
-            return _move(self.loader.collate(epoch, ids[start : start + sizes[m]], part), self.device)
+            return self._move(self.loader.collate(epoch, ids[start : start + sizes[m]], part))
 
         return StepBatch(sizes=sizes, load=load, ids=ids, epoch=epoch)
 
@@ -263,7 +274,7 @@ class Worker:
                     return leaf[start : start + sizes[m]].clone()
                 return leaf
 
-            return _move(map_leaves(cut, data), self.device)
+            return self._move(map_leaves(cut, data))
 
         return StepBatch(sizes=sizes, load=load, epoch=epoch)
 
