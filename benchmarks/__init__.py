@@ -1,0 +1,1 @@
+"""Benchmarks: what meshwise costs beside hand-written torch, measured in the same processes."""
