@@ -29,6 +29,7 @@ class Gradients:
         self.sites: list[tuple[int, Site]] = []
         self.bucket_of: dict[tuple[int, int], list[int]] = {}
         self.overlap_hooks: list[Any] = []
+        self.overlap_for: int | None = None  # the set of trainable parameters that the hooks were made for
         self.armed = False
         self.sums: dict[tuple[int, Site], Tensor | None] = {}
         self.row_sums: dict[tuple[int, int], dict[int, list[Tensor | None]]] = {}
@@ -70,7 +71,7 @@ class Gradients:
         """Take this engine's hooks off the parameters."""
         for handle in self.overlap_hooks:
             handle.remove()
-        self.overlap_hooks = []
+        self.overlap_hooks, self.overlap_for = [], None
 
     # ---- collecting -----------------------------------------------------------------------------------
 
@@ -87,19 +88,21 @@ class Gradients:
             or self.engine.share.slots[self.engine.share.slot_end(m) or 0][0] > m
         ):
             return False
-        if not self.overlap_hooks:
+        if self.overlap_for != self.engine.trainable:
             self._register_overlap()
-        assert self.reducer is not None
-        self.waiting = [len(b.sites) for b in self.reducer.buckets]
+        self.waiting = list(self.expected)
         return True
 
     def _register_overlap(self) -> None:
+        self.remove_overlap()
+        self.overlap_for = self.engine.trainable
         assert self.reducer is not None
+        self.expected = [0] * len(self.reducer.buckets)  # gradients of a bucket that can come
         for b, bucket in enumerate(self.reducer.buckets):
             for site in bucket.sites:
-                stage, name = self.sites[site]
-                leaf = self.engine.tensors[name]
-                if isinstance(leaf, nn.Parameter):
+                leaf = self.engine.tensors[self.sites[site][1]]
+                self.expected[b] += leaf.requires_grad
+                if isinstance(leaf, nn.Parameter) and leaf.requires_grad:
                     self.overlap_hooks.append(leaf.register_post_accumulate_grad_hook(self._overlap_hook(b)))
 
     def _overlap_hook(self, bucket: int) -> Any:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from ..errors import JobError
 from ..job import Job
 from ..model.capture import resize_batch
-from ..tree import map_leaves
+from ..tree import leaves, map_leaves
 from .losses import Weigher, count_items, count_samples, find_kind, loss_of, perturbed
 
 PROBE_SAMPLES = 6
@@ -52,14 +52,66 @@ def _find(job: Job, model: nn.Module, forward: Any, few: Any, count: int) -> tup
         with torch.no_grad():
             output = perturbed(forward(model, few), seed=0)
         try:
-            return find_kind(
-                job, lambda ids: (_rows(output, count, ids), _rows(few, count, ids)), loss_of(job), count
+            found = _kind_on(job, output, few, count)
+            return (
+                _HIDDEN
+                if found[0] in ("mean", "items") and _hides(job, output, few, count, found[0])
+                else found
             )
         except (RuntimeError, IndexError, ValueError):
             return _find_own(job, model, forward, few, count)
     finally:
         model.train(was_training)
         torch.set_rng_state(states)
+
+
+_HIDDEN = (
+    "batch",
+    0,
+    "a mean whose weights lie in the batch (a mask, or weights of classes), so it is taken over the whole batch at "
+    "once; Job(weight=...) lets each microbatch have its own",
+)
+
+
+def _kind_on(job: Job, output: Any, batch: Any, count: int) -> tuple[str, int, str]:
+    return find_kind(
+        job, lambda ids: (_rows(output, count, ids), _rows(batch, count, ids)), loss_of(job), count
+    )
+
+
+def _hides(job: Job, output: Any, batch: Any, count: int, kind: str) -> bool:
+    """Tell whether the loss would add up in another way if these few samples had other masks or classes."""
+    classes = [min(t.shape[1:]) for t in leaves(output) if isinstance(t, Tensor) and t.ndim > 1]
+    for change in (_thin_mask, _redraw_classes):
+        other = map_leaves(lambda leaf, change=change: change(leaf, count, classes), batch)
+        try:
+            if _kind_on(job, output, other, count)[0] != kind:
+                return True
+        except (RuntimeError, IndexError, ValueError):
+            continue  # the loss does not take such values, so it will not meet them
+    return False
+
+
+def _thin_mask(leaf: Any, count: int, classes: list[int]) -> Any:
+    """Set about half of a 0/1 tensor's entries to 0, never the first of a sample's."""
+    if not isinstance(leaf, Tensor) or not leaf.ndim or leaf.shape[0] != count or leaf.is_complex():
+        return leaf
+    if not bool(((leaf == 0) | (leaf == 1)).all()):
+        return leaf
+    kept = torch.rand(leaf.shape, generator=torch.Generator().manual_seed(1)) < 0.5
+    if leaf.ndim > 1:
+        kept[..., 0] = True
+    return torch.where(kept.to(leaf.device), leaf, torch.zeros_like(leaf))
+
+
+def _redraw_classes(leaf: Any, count: int, classes: list[int]) -> Any:
+    """Draw integer targets anew among the classes that the output surely has."""
+    if not isinstance(leaf, Tensor) or leaf.dtype != torch.int64 or not leaf.ndim or leaf.shape[0] != count:
+        return leaf
+    drawn = torch.randint(
+        classes[0] if classes else 1, leaf.shape, generator=torch.Generator().manual_seed(2)
+    )
+    return torch.where(leaf < 0, leaf, drawn.to(leaf.device))
 
 
 def _find_own(job: Job, model: nn.Module, forward: Any, few: Any, count: int) -> tuple[str, int, str]:

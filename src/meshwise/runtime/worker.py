@@ -22,7 +22,7 @@ from .book import Book
 from .engine import Engine
 from .finish import holders
 from .losses import count_samples
-from .probe import make_weigher
+from .probe import PROBE_SAMPLES, make_weigher
 from .step import StepBatch, StepResult
 from .update import build_optimizer, take_hooks
 
@@ -80,11 +80,11 @@ class Worker:
         self.model.train()
         self.book = Book(job, layout, self.model, device)
         self._check_slots()
-        probe = self._probe()
+        probe = self._probe(self._microbatch_size())
         coupled = len(microbatch_sizes(job.batch_size, job.microbatch)) > 1
         _, self.staged = self.book.staged(probe, coupled=coupled)
         self._check_blocked()
-        self.weigher, note = make_weigher(job, self.model, self.book.forward, probe)
+        self.weigher, note = make_weigher(job, self.model, self.book.forward, self._loss_probe(probe))
         self.notes = [note, *self._opaque_notes()]
         self.engine = Engine(job, layout, self.model, transport, self.book, self.weigher)
         self._finish_engine()
@@ -129,9 +129,20 @@ class Worker:
             return [f"the model runs as a whole (dp only): {graph.blocked}"]
         return [f'module "{path}" runs as a whole: {why}' for path, why in sorted(graph.opaque.items())]
 
-    def _probe(self) -> Any:
+    def _microbatch_size(self) -> int:
         size = self.job.microbatch if isinstance(self.job.microbatch, int) else max(self.job.microbatch)
-        size = min(size, 8)
+        return min(size, 8)
+
+    def _loss_probe(self, probe: Any) -> Any:
+        """Give samples enough to tell how losses add up; those that only fit one by one stay as they are."""
+        if count_samples(probe) >= PROBE_SAMPLES:
+            return probe
+        try:
+            return self._probe(PROBE_SAMPLES)
+        except (RuntimeError, ValueError, TypeError):
+            return probe
+
+    def _probe(self, size: int) -> Any:
         if self.loader.num_samples is None:
             samples = next(self.loader.iterate(0, size), None)
             if not samples:
