@@ -1,4 +1,4 @@
-"""What the report tests share: a plain one-process loop (the oracle) and meshwise under any layout in memory."""
+"""What the report tests share: a plain one-process loop (the oracle), and meshwise in memory."""
 
 from __future__ import annotations
 

@@ -8,6 +8,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from meshwise import train
+from meshwise.events import RunStarted
+from meshwise.launch.local import run_ranks
+from meshwise.session import Session
 from scenarios import (
     MIXES,
     Scale,
@@ -21,13 +28,6 @@ from scenarios import (
     squares,
     train_in_memory,
 )
-from torch import Tensor, nn
-from torch.utils.data import TensorDataset
-
-from meshwise import train
-from meshwise.events import RunStarted
-from meshwise.launch.local import run_ranks
-from meshwise.session import Session
 
 
 def two_scales(value: float) -> nn.Module:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 
 from ..model.codegen import Site
@@ -15,6 +16,7 @@ from ..model.stages import Staged
 from ..parallel.reduce import Reducer, make_buckets
 
 if TYPE_CHECKING:
+    from .cells import Cell
     from .engine import Engine
 
 BUCKET_BYTES = 4  # bytes an element counts for when sites are grouped in buckets

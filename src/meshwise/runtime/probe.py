@@ -49,8 +49,7 @@ def _find(job: Job, model: nn.Module, forward: Any, few: Any, count: int) -> tup
     try:
         if job.loss is None:
             return _find_own(job, model, forward, few, count)
-        with torch.no_grad():
-            output = perturbed(forward(model, few), seed=0)
+        output = perturbed(forward(model, few), seed=0)  # with gradients on: a forward may take one
         try:
             found = _kind_on(job, output, few, count)
             return (
@@ -68,8 +67,8 @@ def _find(job: Job, model: nn.Module, forward: Any, few: Any, count: int) -> tup
 _HIDDEN = (
     "batch",
     0,
-    "a mean whose weights lie in the batch (a mask, or weights of classes), so it is taken over the whole batch at "
-    "once; Job(weight=...) lets each microbatch have its own",
+    "a mean whose weights lie in the batch (a mask, or weights of classes), so it is taken over the whole batch "
+    "at once; Job(weight=...) lets each microbatch have its own",
 )
 
 
@@ -117,8 +116,7 @@ def _redraw_classes(leaf: Any, count: int, classes: list[int]) -> Any:
 def _find_own(job: Job, model: nn.Module, forward: Any, few: Any, count: int) -> tuple[str, int, str]:
     def parts(ids: list[int]) -> tuple[Any, Any]:
         rows = _rows(few, count, ids)
-        with torch.enable_grad() if job.forward is not None else torch.no_grad():
-            return forward(model, rows), rows
+        return forward(model, rows), rows
 
     return find_kind(job, parts, loss_of(job), count)
 
