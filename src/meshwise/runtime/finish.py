@@ -50,6 +50,9 @@ def _sum_buckets(engine: Engine) -> Steps:
     reducer = engine.gradients.reducer
     assert reducer is not None
     for b, bucket in enumerate(reducer.buckets):
+        if not bucket.launched:  # all are on their way before anyone waits for one: others may have launched all
+            reducer.launch(b)
+    for b, bucket in enumerate(reducer.buckets):
         grads = yield from reducer.finish(b)
         for site, grad in zip(bucket.sites, grads, strict=True):
             engine.gradients.sums[engine.gradients.sites[site]] = grad
@@ -200,13 +203,24 @@ def _commit_buffers(engine: Engine) -> Steps:
     }
     data = set().union(*(st.staged.data_buffers for st in all_states)) if all_states else set()
     opaque = any(st.staged.graph.opaque or st.staged.graph.blocked for st in all_states)
-    shared = (set(changed) & data) - row_buffers
-    if len(engine.dp_group) > 1 and (opaque or shared or (engine.share.has_idle and _has_changes(states))):
+    shared = (set(changed) & (data | engine.unlike_buffers)) - row_buffers
+    idle = engine.share.has_idle and _has_changes(states)
+    first, engine.compares_buffers = engine.compares_buffers, False
+    if len(engine.dp_group) > 1 and (opaque or shared or idle or first):
         wanted = {k: v for k, v in changed.items() if k not in row_buffers}
         members = yield from wait_for(engine.transport.all_gather_object(wanted, engine.dp_group))
-        changed.update(next(m for m, n in zip(members[::-1], engine.share.counts[::-1], strict=True) if n))
+        last = next(m for m, n in zip(members[::-1], engine.share.counts[::-1], strict=True) if n)
+        engine.unlike_buffers |= {k for m in members for k, v in m.items() if not _same_bits(v, last.get(k))}
+        changed.update(last)
     for name, value in changed.items():
         _write(engine.model, name, value)
+
+
+def _same_bits(a: Tensor, b: Tensor | None) -> bool:
+    if b is None or a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    flat = (t.contiguous().reshape(-1).view(torch.uint8) for t in (a, b))
+    return torch.equal(*flat)
 
 
 def _has_changes(states: list[Any]) -> bool:

@@ -144,7 +144,7 @@ class Gradients:
             grad = own_grad(grad, leaf, seen)
             if row_sites and site in row_sites:
                 pair = self.row_sums.setdefault((stage, k - 1), {}).setdefault(m, [None, None])  # type: ignore[arg-type]
-                pair[row_sites.index(site)] = grad.double()  # type: ignore[index]
+                pair[row_sites.index(site)] = grad.to(torch.float64, copy=True)  # type: ignore[index]
             if site[0]:
                 leaf.grad = grad if leaf.grad is None else leaf.grad.add_(grad)
 

@@ -183,8 +183,8 @@ class Worker:
         for stage, segments in enumerate(self.staged.stages):
             for segment in segments:
                 inner = [b for path in segment.opaque for b in self.staged.graph.module_buffers.get(path, ())]
-                row = segment.row
-                rows = [b.name for b in (row.running_mean, row.running_var) if b] if row else []
+                held = (*segment.statistics, *([segment.row] if segment.row else []))
+                rows = [b.name for row in held for b in (row.running_mean, row.running_var) if b]
                 if name in (*segment.buffers, *segment.rebinds, *inner, *rows):
                     return stage % self.layout.pp
         return 0

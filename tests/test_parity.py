@@ -1,0 +1,155 @@
+"""One job, many layouts, the same bytes: exported weights in real ranks, and proof that the test can fail."""
+
+import copy
+import importlib.util
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import Subset
+
+import meshwise as mw
+from meshwise.checkpoint.store import export_weights, latest
+from meshwise.layout import Layout
+from meshwise.parallel.reduce import Reducer
+from meshwise.parallel.transport import Mailroom, MemoryTransport
+from meshwise.runtime.state import gather_state
+from meshwise.runtime.worker import Worker, drive_together
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+LAYOUTS = (
+    "dp=2",
+    "dp=3",
+    "dp=4",
+    "pp=2,schedule=gpipe",
+    "pp=2,schedule=1f1b",
+    "pp=2,schedule=interleaved",
+    "pp=2,schedule=zero-bubble",
+    "pp=4",
+    "dp=2,pp=2",
+    "dp=2,pp=2,recompute=true",
+)
+JOBS = ("digits_mlp", "vgg16", "gpt")
+
+
+@cache
+def example(name: str) -> Any:
+    """Import an example by its file."""
+    spec = importlib.util.spec_from_file_location(f"example_{name}", EXAMPLES / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+class DigitsNet(nn.Module):
+    """The digits network with dropout and more layers, so that it can be cut in 4."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden = nn.Linear(784, 64)
+        self.relu = nn.ReLU(inplace=True)
+        self.middle = nn.Linear(64, 64)
+        self.more = nn.Linear(64, 64)
+        self.dropout = nn.Dropout(0.2)
+        self.output = nn.Linear(64, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Map images to logits, with a skip connection over two layers."""
+        x = self.dropout(self.relu(self.hidden(x.view(-1, 784))))
+        y = self.relu(self.middle(x))
+        return self.output(self.dropout(self.more(y)) + x)
+
+
+def small_job(name: str) -> mw.Job:
+    """Make a job with dropout, AdamW, clipping, uneven microbatches and a last uneven batch: 3 steps an epoch."""
+    module = example(name)
+    base = module.job() if name == "digits_mlp" else module.job_small()
+    changes: dict[str, Any] = {"model": DigitsNet} if name == "digits_mlp" else {}
+    return base.with_fields(
+        **changes,
+        train_data=Subset(base.train_data, range(49)),
+        eval_data=None,
+        metrics={},
+        epochs=1,
+        batch_size=20,
+        microbatch_size=[3, 5, 4, 1, 7],
+        optimizer=lambda params: torch.optim.AdamW(params, lr=1e-3),
+        clip_grad_norm=0.5,
+    )
+
+
+def exported(job: mw.Job, layout: str, folder: Path) -> bytes:
+    """Train a job in real ranks and give the bytes of its exported weights."""
+    result = mw.train(job, layout=layout, run=folder / layout, progress=False)
+    checkpoint = latest(result.folder / "checkpoints")
+    assert checkpoint is not None and result.num_steps == 3
+    export_weights(checkpoint, folder / "weights.safetensors")
+    return (folder / "weights.safetensors").read_bytes()
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """Train each job on one device."""
+    return {name: exported(small_job(name), "dp=1", tmp_path_factory.mktemp(name)) for name in JOBS}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", JOBS)
+def test_exported_weights_are_byte_identical(
+    name: str, layout: str, reference: dict[str, bytes], tmp_path: Path
+) -> None:
+    """Three steps in real ranks give, under every layout, the bytes that one device gives."""
+    assert exported(small_job(name), layout, tmp_path) == reference[name]
+
+
+def train_in_memory(job: mw.Job, layout: str, **changes: Any) -> dict[str, torch.Tensor]:
+    """Train one epoch with all ranks in this process and give the whole state's tensors."""
+    mesh, room = Layout.parse(layout), Mailroom()
+    workers = []
+    for rank in range(mesh.num_devices):
+        own = job.with_fields(model=copy.deepcopy(job.model), **changes)
+        workers.append(Worker(own, mesh, MemoryTransport(rank, room), torch.device("cpu")))
+    for batches in zip(*(w.batches(0) for w in workers), strict=True):
+        drive_together([w.step(b) for w, b in zip(workers, batches, strict=True)])
+    state = drive_together([gather_state(w) for w in workers])[0]
+    return {name: tensor.clone() for name, tensor in state.tensors.items()}
+
+
+def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    """Tell whether two states agree in every bit."""
+    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+
+
+@pytest.mark.parametrize("dp", range(1, 9))
+def test_any_number_of_replicas_gives_the_same_bits(dp: int) -> None:
+    """1 to 8 replicas, also those that do not divide the 8 slots, end in the same state."""
+    job = small_job("digits_mlp").with_fields(microbatch_size=2)
+    assert equal(train_in_memory(job, f"dp={dp}"), train_in_memory(job, "dp=1"))
+
+
+def test_parity_fails_without_the_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the exchange of gradients taken out, two replicas no longer agree with one device."""
+    job = small_job("digits_mlp")
+    right = train_in_memory(job, "dp=1")
+    assert equal(train_in_memory(job, "dp=2"), right)
+
+    def only_mine(self: Reducer, index: int, bucket: Any) -> Any:
+        yield
+        return next(iter(bucket.nodes.values()), [None] * len(bucket.sites))
+
+    monkeypatch.setattr(Reducer, "_exchange", only_mine)
+    assert not equal(train_in_memory(job, "dp=2"), right)
+
+
+def test_parity_fails_with_another_order_of_additions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Adding the same gradients in another order is noticed: the comparison hides nothing."""
+    job = small_job("digits_mlp")
+    right = train_in_memory(job, "dp=1")
+    monkeypatch.setattr("meshwise.grid.tree_split", lambda low, high: low + 1)
+    assert not equal(train_in_memory(job, "dp=1"), right)
