@@ -133,7 +133,7 @@ class Session:
 
     @property
     def step_index(self) -> int:
-        """Count the optimizer steps done so far."""
+        """Count the steps so far, skipped ones included: the position in the data."""
         return self.worker.engine.step_index
 
     def batches(self, epochs: int | None = None) -> Iterator[StepBatch]:

@@ -34,7 +34,7 @@ def capture(model: nn.Module, forward: Forward, batch: Any, *, num_samples: int,
     buffers and the random state are left as they were. Every rank calls it on the same model.
     """
     opaque: dict[str, str] = {}
-    with _kept_state(model), _as_in_export():
+    with kept_state(model), _as_in_export():
         for _ in range(MAX_ATTEMPTS):
             try:
                 return _capture_once(model, forward, batch, num_samples, use, opaque)
@@ -246,7 +246,7 @@ def _check_python_state(model: nn.Module, before: dict[str, dict[str, Any]]) -> 
 
 
 @contextlib.contextmanager
-def _kept_state(model: nn.Module) -> Iterator[None]:
+def kept_state(model: nn.Module) -> Iterator[None]:
     """Put buffers, attributes and random states back after the forwards of a capture."""
     import random
 

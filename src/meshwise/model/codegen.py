@@ -168,11 +168,16 @@ class Writer:
             node = self.graph.nodes[i]
             unit = self.unit_of[i]
             if (node.random or node.opaque) and last_seed != unit:
-                self.lines.append(f"seed({unit})")
+                self.lines.append(f"seed({self._seed_number(unit)})")
                 last_seed = unit
             self._write_node(i, node, unit)
             self._drop_dead(i, node)
         return self._wrap()
+
+    def _seed_number(self, unit: int) -> int:
+        """Number a unit's random stream; what a coupled row parts from the unit's start has one of its own."""
+        parted = self.piece.row and self.unit_of.get(self.piece.start - 1) == unit
+        return unit + (self.piece.start << 32 if parted else 0)
 
     def _write_node(self, i: int, node: Node, unit: int) -> None:
         if node.row is not None:

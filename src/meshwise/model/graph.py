@@ -83,6 +83,8 @@ class BatchNormRow:
     running_var: Buffer | None
     momentum: float
     eps: float
+    channels: int
+    dtype: Any  # of the input
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

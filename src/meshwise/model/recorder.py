@@ -208,7 +208,8 @@ class Recorder(TorchFunctionMode):
         if not plain:
             self.refuse("its batch norm takes a weight or statistics that are no parameter or buffer")
         momentum, eps = bound.get("momentum", 0.1), bound.get("eps", 1e-5)
-        return BatchNormRow(momentum=momentum, eps=eps, **refs)  # type: ignore[arg-type]
+        shape, dtype = args[0].shape, args[0].dtype
+        return BatchNormRow(momentum=momentum, eps=eps, channels=shape[1], dtype=dtype, **refs)  # type: ignore[arg-type]
 
     def call(
         self,
@@ -321,15 +322,16 @@ class Recorder(TorchFunctionMode):
 
     def _opaque_call(self, path: str, module: nn.Module, original: Any, args: Any, kwargs: Any) -> Any:
         inputs = [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        versions = [t._version for t in inputs]
-        for tensor in inputs:
+        watched = [*inputs, *module.buffers()]
+        versions = [t._version for t in watched]
+        for tensor in watched:
             self.info(tensor)
         self.recording = False
         try:
             result = original(module, *args, **kwargs)
         finally:
             self.recording = True
-        mutated = [t for t, v in zip(inputs, versions, strict=True) if t._version != v]
+        mutated = [t for t, v in zip(watched, versions, strict=True) if t._version != v]
         self._check_no_batch_norm(path, module)
         return self._store(
             module, args, kwargs, result, mutated, random=True, tainted=True, dynamic=False, opaque=path

@@ -104,9 +104,9 @@ def _repeat_cuts(graph: Graph, units: Sequence[Unit], keys: Sequence[Key]) -> tu
 
 def _check_rows(graph: Graph, liveness: Liveness, has_rows: bool) -> None:
     for i, node in enumerate(graph.nodes):
-        if has_rows and node.row is not None and not liveness.legal[i]:
+        if has_rows and node.row is not None and i in liveness.row_reasons:
             raise CaptureError(
-                f'BatchNorm "{node.module}" stands between {liveness.reasons[i]}, so its statistics cannot be taken '
+                f'BatchNorm "{node.module}" stands between {liveness.row_reasons[i]}, so its statistics cannot be taken '
                 'over the whole batch. Use Job(batch_norm="microbatch"), or do not change that tensor in place.'
             )
 

@@ -36,6 +36,7 @@ class Liveness:
     last_use: dict[int, int]
     legal: tuple[bool, ...]
     reasons: dict[int, str]
+    row_reasons: dict[int, str]  # as ``reasons``, for a coupled row: a changed buffer does not stand in its way
 
 
 def node_params(graph: Graph, node: Node) -> tuple[str, ...]:
@@ -49,15 +50,20 @@ def analyse(graph: Graph) -> Liveness:
     """Find the last use of every value and the legal cuts of a graph."""
     last_use = _last_uses(graph)
     reasons: dict[int, str] = {}
-    for low, high, why in _spans(graph, last_use):
+    row_reasons: dict[int, str] = {}
+    for low, high, why, of_buffer in _spans(graph, last_use):
         for i in range(low + 1, high + 1):
             reasons.setdefault(i, why)
+            if not of_buffer:
+                row_reasons.setdefault(i, why)
     for index, info in graph.values.items():
         if not info.sendable:
             for i in range(info.producer + 1, last_use.get(index, -1) + 1):
-                reasons.setdefault(i, "a tensor that cannot be sent (sparse, nested or overlapping memory)")
+                why = "a tensor that cannot be sent (sparse, nested or overlapping memory)"
+                reasons.setdefault(i, why)
+                row_reasons.setdefault(i, why)
     legal = tuple(i == 0 or i not in reasons for i in range(len(graph.nodes) + 1))
-    return Liveness(last_use=last_use, legal=legal, reasons=reasons)
+    return Liveness(last_use=last_use, legal=legal, reasons=reasons, row_reasons=row_reasons)
 
 
 def _last_uses(graph: Graph) -> dict[int, int]:
@@ -85,21 +91,24 @@ def _uses(graph: Graph, ref: Ref) -> list[int]:
     return [i for i, node in enumerate(graph.nodes) if any(r == ref for r in node.refs())]
 
 
-def _spans(graph: Graph, last_use: dict[int, int]) -> list[tuple[int, int, str]]:
-    spans: list[tuple[int, int, str]] = []
+def _spans(graph: Graph, last_use: dict[int, int]) -> list[tuple[int, int, str, bool]]:
+    """List (low, high, why, whether it is only for a buffer): no cut after ``low`` up to ``high``."""
+    spans: list[tuple[int, int, str, bool]] = []
     for i, node in enumerate(graph.nodes):
         for ref in node.mutates:
-            spans.extend(_mutation_spans(graph, last_use, i, ref))
-        spans.extend(_inner_gradient_spans(graph, i, node))
-    spans.extend(_buffer_spans(graph))
-    spans.extend(_opaque_spans(graph))
+            of_buffer = isinstance(ref, Buffer)
+            spans.extend((*span, of_buffer) for span in _mutation_spans(graph, last_use, i, ref))
+        spans.extend((*span, False) for span in _inner_gradient_spans(graph, i, node))
+    spans.extend((*span, True) for span in _buffer_spans(graph))
+    spans.extend((*span, False) for span in _opaque_spans(graph))
     return spans
 
 
 def _mutation_spans(graph: Graph, last_use: dict[int, int], i: int, ref: Ref) -> list[tuple[int, int, str]]:
     if isinstance(ref, (Input, Buffer, Constant, Attribute)):
         uses = _uses(graph, ref)
-        return [(uses[0], uses[-1], "a tensor changed in place that other calls use")]
+        why = "a tensor changed in place that other calls use"
+        return [(uses[0], uses[-1], why)] if uses else []
     if not isinstance(ref, Value):
         return []
     storage = graph.values[ref.index].storage
@@ -128,7 +137,6 @@ def _inner_gradient_spans(graph: Graph, i: int, node: Node) -> list[tuple[int, i
 def _buffer_spans(graph: Graph) -> list[tuple[int, int, str]]:
     changed = {r for n in graph.nodes for r in n.mutates if isinstance(r, Buffer)}
     changed |= {Buffer(name) for name in graph.rebinds}
-    changed |= {Buffer(b) for n in graph.nodes if n.opaque for b in graph.module_buffers.get(n.opaque, ())}
     spans = []
     for buffer in changed:
         uses = [i for i, n in enumerate(graph.nodes) if buffer in (*n.refs(), *_opaque_buffers(graph, n))]

@@ -130,6 +130,9 @@ class Reducer:
         started = [(ks, self._start(index, bucket, dtype, ks)) for dtype, ks in by_dtype.items()]
         for _, part in started:
             next(part, None)
+        bucket.nodes = {  # the rest is on its way
+            k: v for k, v in bucket.nodes.items() if any(g is not None and g.is_sparse for g in v)
+        }
         yield
         for ks, part in started:
             views = yield from part
@@ -160,9 +163,6 @@ class Reducer:
             self._fill(
                 row, offsets, likes, [bucket.nodes.get(node, [None] * len(bucket.sites))[k] for k in ks]
             )
-        bucket.nodes = {
-            k: v for k, v in bucket.nodes.items() if any(g is not None and g.is_sparse for g in v)
-        }
         if not nodes:
             flats = flats[:0]
         if self._plain(dtype):

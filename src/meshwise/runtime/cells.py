@@ -57,6 +57,7 @@ class StageState:
         self.tensors: dict[Site, Tensor] = {}
         self.buffers: dict[str, Tensor] = {}
         self.candidates: dict[str, Tensor] = {}
+        self.carried: dict[tuple[int, int, str], Tensor] = {}  # what (microbatch, segment) left in a buffer
         self.statistics: dict[tuple[int, int, int], tuple[Tensor, Tensor]] = {}
         self.modules = dict(model.named_modules())
         self.constants = staged.graph.constants
@@ -71,7 +72,7 @@ class StageState:
 
     def begin(self, tensors: dict[Site, Tensor]) -> None:
         """Look up parameters and buffers for one step; ``tensors`` (site -> leaf) is shared by a rank's stages."""
-        self.candidates, self.statistics = {}, {}
+        self.candidates, self.statistics, self.carried = {}, {}, {}
         self.tensors = tensors
         taken = {name for name, group in tensors if group >= 0}
         for site in self.sites:
@@ -92,20 +93,10 @@ class StageState:
         for segment in self.segments:
             for site, value in zip(segment.row_sites or (), (1.0, 0.0), strict=False):
                 if not site[0]:
-                    channels = self._row_channels(segment)
-                    like = self.buffers_like(segment)
-                    self.tensors[site] = torch.full((channels,), value, dtype=like, requires_grad=True)
-
-    def _row_channels(self, segment: Segment) -> int:
-        assert segment.row is not None
-        return self.staged.graph.values[segment.row.input.index].shape[1]  # type: ignore[union-attr]
-
-    def buffers_like(self, segment: Segment) -> torch.dtype:
-        """Give the dtype of a row's statistics."""
-        assert segment.row is not None
-        name = self.staged.graph.values[segment.row.input.index].dtype  # type: ignore[union-attr]
-        dtype: torch.dtype = getattr(torch, name.removeprefix("torch."))
-        return dtype
+                    row = segment.row
+                    assert row is not None
+                    like = torch.empty(0, dtype=row.dtype)
+                    self.tensors[site] = like.new_full((row.channels,), value, requires_grad=True)
 
     def buffer_of(self, name: str) -> Tensor:
         """Give a buffer's value at the start of the step."""
@@ -136,14 +127,12 @@ class StageState:
         """Run segment ``k`` on one microbatch; ``key`` orders what it leaves in buffers."""
         segment = self.segments[k]
         leaves = tuple(self.tensors[s] for s in segment.sites)
-        buffers = tuple(
-            self.buffers[b].clone() if b in segment.changes else self.buffers[b] for b in segment.buffers
-        )
+        buffers = tuple(self._buffer_for(b, key, b in segment.changes) for b in segment.buffers)
         with self._private_buffers(segment):
             out, extra = segment.run(inputs, takes, leaves, buffers, rows, batch, seed, self.attribute)
         for name, buffer in zip(segment.buffers, buffers, strict=True):
             if name in segment.changes:
-                self.candidates[name] = buffer
+                self.candidates[name] = self.carried[(*key, name)] = buffer
         for name, value in zip(segment.rebinds, extra, strict=False):
             self.candidates[name] = value.detach()
         for n, pair in enumerate(extra[len(segment.rebinds) :]):
@@ -152,6 +141,13 @@ class StageState:
             gives = tuple(leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor))
             return Cell(takes=takes, gives=gives, whole=out, leaves=leaves, rows=rows)
         return Cell(takes=takes, gives=out, leaves=leaves, rows=rows)
+
+    def _buffer_for(self, name: str, key: tuple[int, int], changes: bool) -> Tensor:
+        """Give a cell a buffer as the microbatch's segments before left it, its own copy where it changes it."""
+        m, k = key
+        before = (self.carried[m, j, name] for j in reversed(range(k)) if (m, j, name) in self.carried)
+        found = next(before, self.buffers[name])
+        return found.clone() if changes else found
 
     @contextlib.contextmanager
     def _private_buffers(self, segment: Segment) -> Any:

@@ -55,6 +55,8 @@ class Engine:
         self.device = book.device
         self.loss = loss_of(job)
         self.step_index = 0
+        self.compares_buffers = True  # in the first step: do replicas agree on what code leaves in buffers?
+        self.unlike_buffers: set[str] = set()  # where they do not (code that looks at its rank, say)
         self.where = ""
         self.spans: list[tuple[Action, float, float]] | None = None
         self.states: dict[Any, dict[int, StageState]] = {}
@@ -94,7 +96,7 @@ class Engine:
             yield from self._idle_rows()
         result: StepResult = yield from finish_step(self)
         self.transport.flush()
-        self.step_index += not result.skipped
+        self.step_index += 1
         return result
 
     def _begin(self, batch: StepBatch) -> None:
@@ -271,7 +273,7 @@ class Engine:
 
     def _forward_cell(self, data: Any, state: StageState, stage: int, m: int, k: int, takes: Values) -> Cell:
         row = self.rows.get((stage, k - 1)) if k > 0 else None
-        rows = None if row is None else row.as_buffers(state.buffers_like(state.segments[k]))
+        rows = None if row is None else row.as_buffers(state.segments[k].row.dtype)  # type: ignore[union-attr]
         with self.autocast():
             return state.forward(
                 k,

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ..errors import JobError
 from ..job import Job
-from ..model.capture import resize_batch
+from ..model.capture import kept_state, resize_batch
 from ..tree import leaves, map_leaves
 from .losses import Weigher, count_items, count_samples, find_kind, loss_of, perturbed
 
@@ -43,10 +43,8 @@ def _full_items(batch: Any, shift: int) -> int:
 def _find(job: Job, model: nn.Module, forward: Any, few: Any, count: int) -> tuple[str, int, str]:
     if job.weight is not None or job.loss_kind != "auto" or count < 2:
         return find_kind(job, lambda ids: (None, None), loss_of(job), count)
-    was_training = model.training
-    states = torch.get_rng_state()
-    model.eval()
-    try:
+    with kept_state(model):
+        model.eval()
         if job.loss is None:
             return _find_own(job, model, forward, few, count)
         output = perturbed(forward(model, few), seed=0)  # with gradients on: a forward may take one
@@ -59,9 +57,6 @@ def _find(job: Job, model: nn.Module, forward: Any, few: Any, count: int) -> tup
             )
         except (RuntimeError, IndexError, ValueError):
             return _find_own(job, model, forward, few, count)
-    finally:
-        model.train(was_training)
-        torch.set_rng_state(states)
 
 
 _HIDDEN = (

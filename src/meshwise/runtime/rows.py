@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..grid import tree_fold
-from ..model.graph import Value
+from ..model.graph import Input, Value
 from ..parallel.packet import wait_for
 from ..tree import leaves, map_leaves, replace_leaves
 from .cells import Cell, Values
@@ -25,17 +25,28 @@ def couple_forward(engine: Engine, stage: int, k: int) -> Steps:
     """Take the statistics of the row between segments ``k`` and ``k + 1`` over the whole batch."""
     state = engine.states_for_idle(stage) if not engine.local else engine.state(stage, engine.local[0])[2]
     row = state.segments[k + 1].row
-    assert row is not None and isinstance(row.input, Value)
-    at = state.segments[k].gives.index(row.input.index)
-    width = 1 + 2 * state._row_channels(state.segments[k + 1])
-    local = torch.zeros((0, width), dtype=torch.float64, device=engine.device)
+    assert row is not None
+    local = torch.zeros((0, 1 + 2 * row.channels), dtype=torch.float64, device=engine.device)
     if engine.local:
-        xs = [engine.cells[stage, m, k].gives[at] for m in engine.local]
-        local = torch.stack([batch_moments(x.detach()) for x in xs if x is not None])
+        xs = [_row_input(engine, stage, k, m) for m in engine.local]
+        local = torch.stack([batch_moments(x.detach()) for x in xs])
     # nothing may stay switched (autograd off, say) over a yield: another rank may run in this process
     rows = yield from gather_rows(engine.transport, engine.dp_group, local, engine.share.counts)
     engine.rows[stage, k] = fold_moments(rows, row.eps)
     _update_running(engine, state, row, engine.rows[stage, k])
+
+
+def _row_input(engine: Engine, stage: int, k: int, m: int) -> Tensor:
+    """Give what a row normalizes of microbatch ``m``: a value that the segment before gave, or a batch leaf."""
+    data, _, state = engine.state(stage, m)
+    row = state.segments[k + 1].row
+    assert row is not None and isinstance(row.input, (Value, Input))
+    if isinstance(row.input, Input):
+        found = engine.book.inputs(data)[row.input.index]
+    else:
+        found = engine.cells[stage, m, k].gives[state.segments[k].gives.index(row.input.index)]
+    assert isinstance(found, Tensor)
+    return found
 
 
 def _update_running(engine: Engine, state: Any, row: Any, statistics: Any) -> None:
@@ -53,9 +64,11 @@ def couple_backward(engine: Engine, stage: int, k: int) -> Steps:
     state = engine.states_for_idle(stage) if not engine.local else engine.state(stage, engine.local[0])[2]
     segment = state.segments[k + 1]
     row, statistics = segment.row, engine.rows[stage, k]
-    assert row is not None and isinstance(row.input, Value) and segment.row_sites is not None
+    assert row is not None and segment.row_sites is not None
+    if not isinstance(row.input, Value):
+        return  # the batch itself wants no gradient
     at = state.segments[k].gives.index(row.input.index)
-    channels = state._row_channels(segment)
+    channels = row.channels
     sums = engine.gradients.row_sums.get((stage, k), {})
     local = torch.zeros((0, 2 * channels), dtype=torch.float64, device=engine.device)
     if engine.local:

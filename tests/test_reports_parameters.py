@@ -1,0 +1,218 @@
+"""Reported faults of special parameters (shared/reports.md, part G)."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+from torch.utils.data import TensorDataset
+
+from meshwise.errors import MeshwiseError
+from meshwise.launch.local import run_ranks
+from meshwise.session import Session
+from scenarios import (
+    MIXES,
+    REPLICAS,
+    adamw,
+    check_layouts,
+    make_job,
+    random_rows,
+    sgd,
+    train_in_memory,
+)
+
+# ---- B048: sparse gradients ------------------------------------------------------------------------------
+
+
+class Tables(nn.Module):
+    """Two sparse tables, of which the second is never used."""
+
+    def __init__(self, dense: bool = False) -> None:
+        super().__init__()
+        self.used = nn.Embedding(5, 2, padding_idx=0, sparse=True)
+        self.unused = nn.Embedding(5, 2, padding_idx=0, sparse=True)
+        self.last = nn.Linear(2, 1).requires_grad_(dense)
+        self.double()
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.last(self.used(ids))
+
+
+def test_sparse_gradients_add_up_over_replicas() -> None:
+    """A sparse table whose ids are all padding on one rank trains under SparseAdam as in a plain loop (B048)."""
+    data = TensorDataset(torch.tensor([0, 0, 1, 1]), torch.zeros(4, 1, dtype=torch.float64))
+    for size in (1, 2):
+        job = make_job(
+            Tables,
+            data,
+            optimizer=lambda params: torch.optim.SparseAdam(list(params), lr=0.1),
+            batch_size=4,
+            microbatch_size=size,
+        )
+        start = train_in_memory(job, "dp=1", 0).params
+        layouts = MIXES if size == 1 else [n for n in MIXES if "dp=3" not in n]
+        one = check_layouts(job, layouts, steps=3)
+        moved = (one.params["used.weight"] != start["used.weight"]).any(1)
+        assert moved.tolist() == [False, True, False, False, False]
+        assert torch.equal(one.params["unused.weight"], start["unused.weight"])
+
+
+def test_repeated_ids_and_dense_weights_beside_a_sparse_table_train() -> None:
+    """A sparse table with ids repeated in and between microbatches trains beside dense weights (B048)."""
+    ids = torch.tensor([1, 1, 2, 0, 3, 1, 2, 2, 4, 0, 1, 4, 3, 3, 3, 2, 1, 0])
+    job = make_job(
+        lambda: Tables(dense=True),
+        TensorDataset(ids, random_rows(18, 1)),
+        optimizer=sgd(0.1),
+        batch_size=6,
+        microbatch_size=2,
+    )
+    check_layouts(job, MIXES)
+
+
+def test_real_ranks_exchange_sparse_gradients() -> None:
+    """Two processes sum sparse gradients, of which one is empty, to those of one device (B048)."""
+    data = TensorDataset(torch.tensor([0, 0, 1, 1]), torch.zeros(4, 1, dtype=torch.float64))
+    job = make_job(
+        Tables,
+        data,
+        optimizer=lambda params: torch.optim.SparseAdam(list(params), lr=0.1),
+        batch_size=4,
+        microbatch_size=2,
+    )
+
+    def rank(context: Any) -> Any:
+        with Session(job, "dp=2", device=context.device) as session:
+            for batch in session.batches(2):
+                session.step(batch)
+            return session.model.used.weight.tolist()
+
+    expected = train_in_memory(job, "dp=1", 2).params["used.weight"].tolist()
+    assert run_ranks(rank, 2, device="cpu", timeout=60) == [expected] * 2
+
+
+# ---- B049: a parameter without dims -----------------------------------------------------------------------
+
+
+class Temperature(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.t = nn.Linear(4, 4), nn.Parameter(torch.tensor(0.1))
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) * torch.exp(self.t)
+
+
+def temperature_job() -> Any:
+    data = TensorDataset(random_rows(18, 4), random_rows(18, 4, seed=1))
+    return make_job(Temperature, data, optimizer=adamw(), batch_size=6, microbatch_size=2)
+
+
+def test_a_parameter_without_dims_trains() -> None:
+    """A temperature of shape () trains under every layout as on one device (B049)."""
+    one = check_layouts(temperature_job(), MIXES, steps=3)
+    assert one.params["t"].shape == ()
+
+
+@pytest.mark.parametrize("layout", ["dp=2", "pp=2"])
+def test_a_parameter_without_dims_is_saved_and_loaded(layout: str, tmp_path: Any) -> None:
+    """A temperature that two processes save has shape () and the same bits when one process loads it (B049)."""
+
+    def rank(context: Any) -> None:
+        with Session(temperature_job(), layout, device=context.device) as session:
+            for batch in session.batches(1):
+                session.step(batch)
+            session.save(tmp_path / "saved")
+
+    run_ranks(rank, 2, device="cpu", timeout=60)
+    expected = train_in_memory(temperature_job(), "dp=1", 3).params["t"]
+    with Session(temperature_job(), "dp=1", devices=1) as session:
+        session.load(tmp_path / "saved")
+        t = session.model.t.detach()
+    assert t.shape == ()
+    assert torch.equal(t, expected)
+
+
+# ---- B051: re-parametrised modules --------------------------------------------------------------------------
+
+
+def old_weight_norm() -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        layer = nn.utils.weight_norm(nn.Linear(3, 4).double())
+    model = nn.Sequential(layer, nn.Tanh(), nn.Linear(4, 1).double())
+    model(random_rows(2, 3))
+    return model
+
+
+def new_weight_norm() -> nn.Module:
+    layer = parametrizations.weight_norm(nn.Linear(3, 4).double())
+    return nn.Sequential(layer, nn.Tanh(), nn.Linear(4, 1).double())
+
+
+class Spectral(nn.Module):
+    """A layer under spectral norm, run twice in each forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = parametrizations.spectral_norm(nn.Linear(3, 3).double())
+        self.last = nn.Linear(3, 1).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.layer(torch.tanh(self.layer(x)))))
+
+
+BUILDERS = {"old": old_weight_norm, "new": new_weight_norm, "spectral": Spectral}
+
+
+def norm_job(kind: str) -> Any:
+    data = TensorDataset(random_rows(18, 3), random_rows(18, 1, seed=1))
+    return make_job(BUILDERS[kind], data, optimizer=adamw(), batch_size=6, microbatch_size=2)
+
+
+@pytest.mark.parametrize("kind", BUILDERS)
+def test_weights_under_a_norm_train(kind: str) -> None:
+    """Weight norm, old and new, and spectral norm run twice a step train as in a plain loop (B051)."""
+    check_layouts(norm_job(kind), MIXES if kind != "old" else REPLICAS, steps=3)
+
+
+@pytest.mark.parametrize("kind", BUILDERS)
+def test_weights_under_a_norm_start_in_new_processes(kind: str) -> None:
+    """A function that builds such a model starts in two processes, whose weights and vectors agree (B051)."""
+    job = norm_job(kind)
+
+    def rank(context: Any) -> Any:
+        with Session(job, "dp=2", device=context.device) as session:
+            for batch in session.batches(1):
+                session.step(batch)
+            return {n: t.tolist() for n, t in session.model.state_dict().items()}
+
+    first, second = run_ranks(rank, 2, device="cpu", timeout=60)
+    assert first == second
+    expected = train_in_memory(job, "dp=1", 3)
+    assert all(first[n] == p.tolist() for n, p in {**expected.params, **expected.buffers}.items())
+
+
+@pytest.mark.parametrize("kind", BUILDERS)
+def test_a_model_that_cannot_travel_is_refused_before_the_start(kind: str) -> None:
+    """A model instance under a norm travels to the ranks, or is refused with its layer and a way out (B051)."""
+    job = norm_job(kind).with_fields(model=BUILDERS[kind]())
+
+    def rank(context: Any) -> Any:
+        with Session(job, "dp=2", device=context.device) as session:
+            return [session.step(batch).loss for batch in session.batches(1)]
+
+    try:
+        first, second = run_ranks(rank, 2, device="cpu", timeout=60)
+    except MeshwiseError as error:
+        assert "ParametrizedLinear" in str(error) or "0" in str(error)  # noqa: PT017
+        assert "function" in str(error)  # noqa: PT017
+    else:
+        assert first == second
+        assert all(math.isfinite(x) for x in first)
