@@ -64,28 +64,30 @@ def tree_split(low: int, high: int) -> int:
 
 def tree_cover(total: int, low: int, high: int) -> tuple[Range, ...]:
     """List the maximal nodes of the tree over ``total`` leaves that lie inside ``[low, high)``, in order."""
+    return tuple(_cover((0, total), low, high)) if low < high else ()
 
-    def cover(lo: int, hi: int) -> list[Range]:
-        if hi <= low or lo >= high:
-            return []
-        if low <= lo and hi <= high:
-            return [(lo, hi)]
-        middle = tree_split(lo, hi)
-        return cover(lo, middle) + cover(middle, hi)
 
-    return tuple(cover(0, total)) if low < high else ()
+def _cover(node: Range, low: int, high: int) -> list[Range]:
+    lo, hi = node
+    if hi <= low or lo >= high:
+        return []
+    if low <= lo and hi <= high:
+        return [node]
+    middle = tree_split(lo, hi)
+    return _cover((lo, middle), low, high) + _cover((middle, hi), low, high)
 
 
 def tree_fold(total: int, nodes: Mapping[Range, T], add: Callable[[T, T], T]) -> T:
     """Add up nodes that cover ``range(total)`` in the order of the tree: left plus right."""
+    return _fold((0, total), nodes, add)
 
-    def fold(lo: int, hi: int) -> T:
-        if (lo, hi) in nodes:
-            return nodes[lo, hi]
-        middle = tree_split(lo, hi)
-        return add(fold(lo, middle), fold(middle, hi))
 
-    return fold(0, total)
+def _fold(node: Range, nodes: Mapping[Range, T], add: Callable[[T, T], T]) -> T:
+    """Fold one node. No closure calls itself here: such a cycle would keep ``nodes`` until the collector runs."""
+    if node in nodes:
+        return nodes[node]
+    middle = tree_split(*node)
+    return add(_fold((node[0], middle), nodes, add), _fold((middle, node[1]), nodes, add))
 
 
 class TreeStack:
