@@ -113,7 +113,8 @@ def test_any_tree_of_arguments_reaches_every_stage(with_mask: bool) -> None:
         )
     job = make_job(
         Many,
-        [{k: v[0] if isinstance(v, Tensor) else 0 for k, v in batches[0].items() if k in ("x", "target")}] * 6,
+        [{k: v[0] if isinstance(v, Tensor) else 0 for k, v in batches[0].items() if k in ("x", "target")}]
+        * 6,
         loss=lambda output, batch: F.mse_loss(output, batch["target"]),
         batch_size=6,
         microbatch_size=2,
@@ -236,7 +237,9 @@ def test_a_tied_weight_counts_once_in_the_norm() -> None:
 
 
 def with_dropout() -> nn.Module:
-    return nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Tanh(), nn.Linear(8, 2), nn.Dropout(0.2)).double()
+    return nn.Sequential(
+        nn.Linear(4, 8), nn.Dropout(0.5), nn.Tanh(), nn.Linear(8, 2), nn.Dropout(0.2)
+    ).double()
 
 
 def test_recompute_repeats_the_same_random_numbers() -> None:
@@ -294,5 +297,3 @@ def test_real_ranks_run_every_schedule() -> None:
     expected = train_in_memory(job, "dp=1", 2)
     weights = {n: p.tolist() for n, p in expected.params.items()}
     assert first == [expected.losses, weights] * len(layouts)
-
-

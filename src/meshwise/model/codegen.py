@@ -31,7 +31,8 @@ from .graph import (
 )
 from .units import Liveness, Unit, find_refs_in_output, node_params
 
-Site = tuple[str, int]  # parameter name, node group (unit index, or a row's own number) that uses it
+Site = tuple[str, int]  # parameter name, node group (unit, part of a unit, or a row) that uses it
+PART_BITS = 32  # a part of a unit has the number of its first node above these bits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,18 +167,18 @@ class Writer:
         last_seed = None
         for i in range(self.piece.start, self.piece.stop):
             node = self.graph.nodes[i]
-            unit = self.unit_of[i]
+            unit = self._part(self.unit_of[i])
             if (node.random or node.opaque) and last_seed != unit:
-                self.lines.append(f"seed({self._seed_number(unit)})")
+                self.lines.append(f"seed({unit})")
                 last_seed = unit
             self._write_node(i, node, unit)
             self._drop_dead(i, node)
         return self._wrap()
 
-    def _seed_number(self, unit: int) -> int:
-        """Number a unit's random stream; what a coupled row parts from the unit's start has one of its own."""
+    def _part(self, unit: int) -> int:
+        """Number a unit; what a coupled row parts from its start has sites and random numbers of its own."""
         parted = self.piece.row and self.unit_of.get(self.piece.start - 1) == unit
-        return unit + (self.piece.start << 32 if parted else 0)
+        return unit + (self.piece.start << PART_BITS if parted else 0)
 
     def _write_node(self, i: int, node: Node, unit: int) -> None:
         if node.row is not None:

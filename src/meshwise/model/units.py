@@ -36,7 +36,9 @@ class Liveness:
     last_use: dict[int, int]
     legal: tuple[bool, ...]
     reasons: dict[int, str]
-    row_reasons: dict[int, str]  # as ``reasons``, for a coupled row: a changed buffer does not stand in its way
+    row_reasons: dict[
+        int, str
+    ]  # as ``reasons``, for a coupled row: a changed buffer does not stand in its way
 
 
 def node_params(graph: Graph, node: Node) -> tuple[str, ...]:

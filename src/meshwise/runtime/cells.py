@@ -131,7 +131,7 @@ class StageState:
         with self._private_buffers(segment):
             out, extra = segment.run(inputs, takes, leaves, buffers, rows, batch, seed, self.attribute)
         for name, buffer in zip(segment.buffers, buffers, strict=True):
-            if name in segment.changes:
+            if name in segment.changes and (*key, name) not in self.carried:  # not when it runs again
                 self.candidates[name] = self.carried[(*key, name)] = buffer
         for name, value in zip(segment.rebinds, extra, strict=False):
             self.candidates[name] = value.detach()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ..model.codegen import Site
+from ..model.codegen import PART_BITS, Site
 from ..model.stages import Staged
 from ..parallel.packet import wait_for
 from ..tree import leaves
@@ -50,7 +50,9 @@ def _sum_buckets(engine: Engine) -> Steps:
     reducer = engine.gradients.reducer
     assert reducer is not None
     for b, bucket in enumerate(reducer.buckets):
-        if not bucket.launched:  # all are on their way before anyone waits for one: others may have launched all
+        if (
+            not bucket.launched
+        ):  # all are on their way before anyone waits for one: others may have launched all
             reducer.launch(b)
     for b, bucket in enumerate(reducer.buckets):
         grads = yield from reducer.finish(b)
@@ -82,6 +84,8 @@ def _total_loss(engine: Engine, losses: list[float], measures: list[float]) -> f
 def site_position(staged: Staged, site: Site) -> int:
     """Give the node at which a site's unit (or row) begins: the order of the forward."""
     group = site[1]
+    if group >> PART_BITS > 0:
+        return group >> PART_BITS
     return staged.units[group].start if group >= 0 else -1 - group
 
 
