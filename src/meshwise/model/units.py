@@ -139,6 +139,7 @@ def _inner_gradient_spans(graph: Graph, i: int, node: Node) -> list[tuple[int, i
 def _buffer_spans(graph: Graph) -> list[tuple[int, int, str]]:
     changed = {r for n in graph.nodes for r in n.mutates if isinstance(r, Buffer)}
     changed |= {Buffer(name) for name in graph.rebinds}
+    changed |= {b for n in graph.nodes if n.row for b in (n.row.running_mean, n.row.running_var) if b}
     spans = []
     for buffer in changed:
         uses = [i for i, n in enumerate(graph.nodes) if buffer in (*n.refs(), *_opaque_buffers(graph, n))]
