@@ -7,6 +7,7 @@ step is and how much memory it takes, never what the step computes.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from typing import Any
 
 from .errors import LayoutError
 from .mesh import Mesh
@@ -91,9 +92,9 @@ class Layout:
         return layout
 
 
-def _parse_items(text: str) -> dict[str, object]:
+def _parse_items(text: str) -> dict[str, Any]:
     kinds = {f.name: f.type for f in fields(Layout)}
-    items: dict[str, object] = {}
+    items: dict[str, Any] = {}
     for part in filter(None, (p.strip() for p in text.split(","))):
         key, _, value = part.partition("=")
         key = key.strip()

@@ -105,7 +105,8 @@ def train(
     show = Progress(enabled=progress and environment.rank == 0)
 
     def hear(event: Any) -> None:
-        for listener in (show, *listeners):
+        show(event)
+        for listener in listeners:
             listener(event)
 
     start = time.monotonic()

@@ -28,7 +28,8 @@ def add_grads(left: Grads, right: Grads) -> Grads:
     both = [i for i, (a, b) in enumerate(zip(left, right, strict=True)) if a is not None and b is not None]
     dense = [i for i in both if not (left[i].is_sparse or right[i].is_sparse)]  # type: ignore[union-attr]
     if dense:
-        torch._foreach_add_([left[i] for i in dense], [right[i] for i in dense])
+        mine, others = [left[i] for i in dense], [right[i] for i in dense]
+        torch._foreach_add_(mine, others)  # type: ignore[arg-type]
     for i in both:
         a, b = left[i], right[i]
         assert a is not None and b is not None

@@ -106,7 +106,7 @@ class ProcessGroupTransport:
         work = dist.all_to_all_single(
             got, sent, sizes, lengths, group=self.groups[group, "first"], async_op=True
         )
-        return _from_work(work, lambda: list(got.split(sizes)), sent)
+        return _from_work(work, lambda: list(torch.split(got, sizes)), sent)
 
     def all_gather(self, tensor: Tensor, group: Group) -> Pending:
         """Start an all-gather of equal shapes."""

@@ -40,7 +40,7 @@ def structure_of(data: Any, num_samples: int) -> Hashable:
         elif isinstance(leaf, (int, float, str, bool, type(None))):
             found.append(leaf)
         else:
-            found.append(type(leaf))
+            found.append(repr(type(leaf)))
     return tuple(found)
 
 

@@ -112,7 +112,7 @@ class Engine:
         probe = batch.microbatch(self.local[0] if self.local else 0)
         self.staged = self.stages(probe)[0]
         self.cells: dict[tuple[int, int, int], Cell] = {}
-        self.incoming: dict[tuple[int, int], Values] = {}
+        self.incoming: dict[tuple[int, ...], Values] = {}
         self.outgoing: dict[tuple[int, int], Values] = {}
         self.rows: dict[tuple[int, int], Any] = {}
         self.tensors: dict[Site, Tensor] = {}
@@ -302,7 +302,7 @@ class Engine:
 
     def _gives_grads(self, stage: int, m: int, k: int, cell: Cell) -> Values:
         if k < len(self.staged.stages[stage]) - 1:
-            return self.incoming.pop((stage, m, k))  # type: ignore[call-overload,no-any-return]
+            return self.incoming.pop((stage, m, k))
         if stage == self.layout.num_stages - 1:
             return self.whole_loss.grads(m) if self.whole_loss is not None else ()
         return self.incoming.pop((-stage - 1, m))
@@ -336,7 +336,7 @@ class Engine:
 
     def _pass_down(self, stage: int, m: int, k: int, taken: Values) -> None:
         if k > 0:
-            self.incoming[stage, m, k - 1] = taken  # type: ignore[index]
+            self.incoming[stage, m, k - 1] = taken
         elif stage > 0 and (stage - 1) % self.layout.pp == self.pp_index:
             self.incoming[-stage, m] = taken
         elif stage > 0:

@@ -26,7 +26,7 @@ class Metrics:
 
     def measure(self, output: Any, data: Any) -> dict[str, Any]:
         """Measure one microbatch: a torchmetrics state, or a number."""
-        found = {}
+        found: dict[str, Any] = {}
         for name, metric in self.metrics.items():
             if not hasattr(metric, "update"):
                 found[name] = float(metric(output, target_of(data)))
@@ -67,7 +67,7 @@ def _fold(values: list[Any], reduce: Any) -> Any:
             total = total + value
         return total
     if "cat" in name:
-        return torch.cat([torch.atleast_1d(v) for v in values])
+        return torch.cat([v.reshape(1) if v.ndim == 0 else v for v in values])
     stacked = torch.stack(values)
     return reduce(stacked) if reduce is not None else stacked
 

@@ -105,7 +105,7 @@ class Gradients:
                 leaf = self.engine.tensors[self.sites[site][1]]
                 self.expected[b] += leaf.requires_grad
                 if isinstance(leaf, nn.Parameter) and leaf.requires_grad:
-                    self.overlap_hooks.append(leaf.register_post_accumulate_grad_hook(self._overlap_hook(b)))
+                    self.overlap_hooks.append(leaf.register_post_accumulate_grad_hook(self._overlap_hook(b)))  # type: ignore[no-untyped-call]
 
     def _overlap_hook(self, bucket: int) -> Any:
         def hook(leaf: Tensor) -> None:
@@ -143,8 +143,8 @@ class Gradients:
             leaf = self.engine.tensors[site]
             grad = own_grad(grad, leaf, seen)
             if row_sites and site in row_sites:
-                pair = self.row_sums.setdefault((stage, k - 1), {}).setdefault(m, [None, None])  # type: ignore[arg-type]
-                pair[row_sites.index(site)] = grad.to(torch.float64, copy=True)  # type: ignore[index]
+                pair = self.row_sums.setdefault((stage, k - 1), {}).setdefault(m, [None, None])
+                pair[row_sites.index(site)] = grad.to(torch.float64, copy=True)
             if site[0]:
                 leaf.grad = grad if leaf.grad is None else leaf.grad.add_(grad)
 

@@ -52,7 +52,7 @@ def plain_losses(session: Session, num_steps: int) -> tuple[list[float], dict[st
         data = worker._move(worker.loader.fetch(batch.epoch, batch.ids))
         optimizer.zero_grad()
         value = loss(worker.book.forward(model, data), data)
-        value.backward()
+        torch.autograd.backward(value)
         if worker.job.clip_grad_norm is not None:
             torch.nn.utils.clip_grad_norm_(
                 model.parameters(), worker.job.clip_grad_norm, worker.job.clip_norm_type

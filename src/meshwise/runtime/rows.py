@@ -77,12 +77,13 @@ def couple_backward(engine: Engine, stage: int, k: int) -> Steps:
     total = tree_fold(len(rows), {(m, m + 1): r for m, r in enumerate(rows)}, lambda a, b: a + b)
     weight = engine.tensors[segment.row_sites[0]].detach()
     for m in engine.local:
-        grads = list(engine.incoming[stage, m, k])  # type: ignore[index]
+        grads = list(engine.incoming[stage, m, k])
         x = engine.cells[stage, m, k].gives[at]
-        if grads[at] is not None and x is not None:
+        grad = grads[at]
+        if grad is not None and x is not None:
             s2, s1 = total[:channels], total[channels:]
-            grads[at] = correct_gradient(grads[at].detach(), x.detach(), statistics, weight, s1, s2)
-        engine.incoming[stage, m, k] = tuple(grads)  # type: ignore[index]
+            grads[at] = correct_gradient(grad.detach(), x.detach(), statistics, weight, s1, s2)
+        engine.incoming[stage, m, k] = tuple(grads)
 
 
 def _sum_pair(pair: Any, channels: int, device: torch.device) -> Tensor:

@@ -37,12 +37,14 @@ def split_backward(
         n for node in order for n, i in node.next_functions if i != 0
     }  # not from a node's first output
     if not simple or several & set(forks) or not _each_leaf_once(forks, accumulators):
-        found = torch.autograd.grad(outs, [*wanted, *leaves], out_grads, allow_unused=True)  # type: ignore[arg-type]
+        found = torch.autograd.grad(outs, [*wanted, *leaves], out_grads, allow_unused=True)
         return found[: len(wanted)], lambda: list(found[len(wanted) :])
     return _split(outs, out_grads, wanted, leaves, forks)
 
 
-def _split(outs: Any, out_grads: Any, wanted: Any, leaves: Any, forks: list[Any]) -> Any:
+def _split(
+    outs: Any, out_grads: Any, wanted: Any, leaves: Any, forks: list[Any]
+) -> tuple[tuple[Tensor | None, ...], Finish]:
     edges = [GradientEdge(n, 0) for n in forks]
     found = torch.autograd.grad(outs, [*wanted, *edges], out_grads, allow_unused=True, retain_graph=True)
     kept = [(e, g) for e, g in zip(edges, found[len(wanted) :], strict=True) if g is not None]
