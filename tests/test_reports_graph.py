@@ -486,9 +486,7 @@ def test_frozen_weights_have_no_storage_for_gradients_or_moments(layout: str) ->
         mine = [p for n, p in worker.model.named_parameters() if n in worker.held and p.requires_grad]
         trainable = sum(p.numel() for p in mine)
         assert engine.optimizer is not None
-        moments = sum(
-            t.numel() for s in engine.optimizer.state.values() for t in s.values() if t.numel() > 1
-        )
+        moments = sum(t.numel() for s in engine.optimizer.state.values() for t in s.values() if t.numel() > 1)
         assert moments == 2 * trainable
         assert sum(p.grad.numel() for p in worker.model.parameters() if p.grad is not None) == trainable
         flats = sum(t.numel() for t in engine.gradients.reducer.flats.values())

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from ..errors import CaptureError
 from .codegen import Segment, Site, compile_piece, stage_pieces
 from .graph import Buffer, Constant, Graph, Input, Value
+from .place import Placement, repeat_cuts
 from .recorder import DATA_SHAPES
-from .units import Key, Liveness, Unit, analyse, choose_cuts, find_units
+from .units import Liveness, Unit, analyse, choose_cuts, find_units
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,33 +44,28 @@ class Staged:
         return tuple(dict.fromkeys(s for segment in self.stages[stage] for s in segment.sites if s[0]))
 
 
-def cut_keys(staged: Staged) -> tuple[Key, ...]:
-    """Name the first unit of each stage after the first, in words another capture understands."""
-    return tuple(staged.units[c].key for c in staged.cuts)
-
-
 def build_stages(
     graph: Graph,
     num_stages: int,
     *,
     named: Sequence[str] = (),
-    keys: Sequence[Key] | None = None,
+    placed: Placement | None = None,
     coupled: bool,
     statistics: str = "batch",
 ) -> Staged:
     """Cut a graph into stages and compile them.
 
-    ``keys`` repeats the cuts of an earlier capture (the same model in eval mode, or another batch shape).
+    ``placed`` repeats the cuts of an earlier capture (the same model in eval mode, or another batch shape).
     Raises CaptureError when the model cannot be cut so.
     """
     liveness = analyse(graph)
     units = find_units(graph, liveness)
     if num_stages == 1:
         cuts: tuple[int, ...] = ()
-    elif keys is None:
+    elif placed is None or placed.keys is None:
         cuts = choose_cuts(graph, units, num_stages, named)
     else:
-        cuts = _repeat_cuts(graph, units, keys)
+        cuts = repeat_cuts(graph, units, placed)
     has_rows = coupled and any(n.row is not None for n in graph.nodes)
     _check_rows(graph, liveness, has_rows)
     edges = [0, *(units[c].start for c in cuts), len(graph.nodes)]
@@ -89,17 +85,6 @@ def build_stages(
         static=is_static(graph),
         data_buffers=data_buffers(graph),
     )
-
-
-def _repeat_cuts(graph: Graph, units: Sequence[Unit], keys: Sequence[Key]) -> tuple[int, ...]:
-    index = {u.key: u.index for u in units}
-    missing = [key for key in keys if key not in index]
-    if missing or graph.blocked:
-        raise CaptureError(
-            f"the stages begin at {[k[0] for k in keys]}, but for this batch (or in eval mode) the model does not "
-            f"run {[k[0] for k in missing] or graph.blocked} as a unit of its own; name other cuts with Job(cuts=[...])."
-        )
-    return tuple(index[key] for key in keys)
 
 
 def _check_rows(graph: Graph, liveness: Liveness, has_rows: bool) -> None:

@@ -6,7 +6,7 @@ All ranks look the same structures up in the same order, so they always hold the
 from __future__ import annotations
 
 import inspect
-from collections.abc import Hashable
+from collections.abc import Hashable, Set
 from typing import Any
 
 import torch
@@ -16,8 +16,8 @@ from ..job import Job
 from ..layout import Layout
 from ..model.capture import capture
 from ..model.graph import Graph
-from ..model.stages import Staged, build_stages, cut_keys
-from ..model.units import Key
+from ..model.place import Placement
+from ..model.stages import Staged, build_stages
 from ..tree import leaves
 from .losses import call_forward, count_samples, loss_of
 
@@ -52,16 +52,40 @@ def _shape_of_tree(data: Any) -> Hashable:
     return None
 
 
+PLAIN = frozenset((bool, int, float, str, type(None)))
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def settings_of(model: nn.Module, opaque: Set[str]) -> Hashable:
+    """Describe what a capture fixes of a model's Python side: flags, rates, modes and hooks of its modules.
+
+    Left out are the modules that run as the user wrote them.
+    """
+    found: list[Hashable] = []
+    for path, module in model.named_modules():
+        if opaque and any(o in ("", path) or path.startswith(f"{o}.") for o in opaque):
+            continue
+        found.extend(value for value in vars(module).values() if type(value) in PLAIN)
+        found.extend(tuple(getattr(module, name)) for name in HOOKS)
+    return hash(tuple(found))
+
+
 class Book:
     """Capture on demand and remember. ``cuts`` are fixed by the first capture in training mode."""
 
     def __init__(self, job: Job, layout: Layout, model: nn.Module, device: torch.device) -> None:
         self.job, self.layout, self.model, self.device = job, layout, model, device
         self.forward = call_forward(job, forward_names(model))
-        self.keys: tuple[Key, ...] | None = None
+        self.placed = Placement(pp=layout.pp)
         self.pages: dict[Hashable, Staged] = {}
         self.graphs: dict[Hashable, Graph] = {}
         self.programs: dict[Any, Any] = {}
+        self.opaque: set[str] = set()
+        self.settings: Hashable = None
+
+    def refresh(self) -> None:
+        """Look at the model's flags again: where the user changed one, other captures count from now on."""
+        self.settings = settings_of(self.model, self.opaque)
 
     @staticmethod
     def inputs(data: Any) -> list[Any]:
@@ -74,13 +98,25 @@ class Book:
         ``coupled``: the step has several microbatches, so BatchNorm needs statistics over all of them.
         """
         num_samples = count_samples(data)
+        if self.settings is None:
+            self.refresh()
         training = self.model.training
         joint = coupled and training and self.job.batch_norm == "batch"
-        key = (structure_of(data, num_samples), training, joint)
+        structure = structure_of(data, num_samples)
+        key = (structure, self.settings, training, joint)
         found = self.pages.get(key)
         if found is None:
-            found = self.pages[key] = self._capture(key[:2], data, num_samples, joint)
+            found = self.pages[key] = self._capture(key[:3], data, num_samples, joint)
+            self._leave_out(found.graph)
+            self.pages[structure, self.settings, training, joint] = found
         return key, found
+
+    def _leave_out(self, graph: Graph) -> None:
+        """Leave opaque modules out of what is watched from now on: they may well count their own calls."""
+        more = set(graph.opaque) | ({""} if graph.blocked else set())
+        if more - self.opaque:
+            self.opaque |= more
+            self.refresh()
 
     def _capture(self, key: Hashable, data: Any, num_samples: int, joint: bool) -> Staged:
         if key not in self.graphs:
@@ -91,10 +127,9 @@ class Book:
             self.graphs[key],
             self.layout.num_stages,
             named=self.job.cuts,
-            keys=self.keys,
+            placed=self.placed,
             coupled=joint,
             statistics=statistics,
         )
-        if self.keys is None:
-            self.keys = cut_keys(staged)
+        self.placed.add(staged)
         return staged

@@ -101,6 +101,7 @@ class Engine:
 
     def _begin(self, batch: StepBatch) -> None:
         self.check_parameters()
+        self.book.refresh()
         for _, _, parameter in self.table:
             if parameter is not None:
                 parameter.grad = None

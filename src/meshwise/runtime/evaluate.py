@@ -93,14 +93,16 @@ def evaluate(worker: Worker, data: Any) -> Generator[None, None, dict[str, float
         return {"num_samples": 0.0}
     sizes = microbatch_sizes(count, worker.job.microbatch)
     low, high = split_evenly(len(sizes), worker.layout.dp)[worker.engine.dp_index]
-    was_training = worker.model.training
+    modes = [(module, module.training) for module in worker.model.modules()]
     worker.model.eval()
+    worker.book.refresh()
     try:
         rows = yield from _run_microbatches(
             worker, _eval_batch(worker, loader, sizes, samples), range(low, high)
         )
     finally:
-        worker.model.train(was_training)
+        for module, training in modes:
+            module.training = training
     members = yield from wait_for(worker.transport.all_gather_object(rows, worker.engine.world))
     ordered = sorted((row for member in members for row in member), key=lambda row: row[0])
     return _summarize(worker, ordered)

@@ -69,8 +69,9 @@ def _held(session: Session) -> Iterator[tuple[str, str, Any]]:
     worker = session.worker
     optimizer = worker.engine.optimizer
     assert optimizer is not None
+    held = worker.held
     for name, parameter in worker.model.named_parameters():
-        if name not in worker.held:
+        if name not in held:
             continue
         yield "gradient", name, parameter.grad
         yield "weight", name, parameter

@@ -116,20 +116,15 @@ def _fold_sites(parts: list[tuple[int, Tensor | None]]) -> Tensor | None:
     return total
 
 
-def holders(engine: Engine, staged: Staged) -> dict[str, list[int]]:
-    """Give the pipeline ranks (pp index) that use each parameter, the owner first."""
-    found: dict[str, list[int]] = {}
-    for stage in range(engine.layout.num_stages):
-        for name in staged.stage_params(stage):
-            ranks = found.setdefault(name, [])
-            if stage % engine.layout.pp not in ranks:
-                ranks.append(stage % engine.layout.pp)
-    return found
+def holders(engine: Engine) -> dict[str, list[int]]:
+    """Give the pipeline ranks (pp index) that hold each parameter some capture has used, the owner first."""
+    placed = engine.book.placed
+    return {name: placed.ranks(name) for name in placed.params}
 
 
 def _exchange_ties(engine: Engine, by_name: dict[str, list[tuple[int, Tensor | None]]]) -> Steps:
-    tied = [(n, h) for n, h in holders(engine, engine.staged).items() if len(h) > 1]
-    mine = [(i, n, h) for i, (n, h) in enumerate(tied) if engine.pp_index in h]
+    tied = [(n, h) for n, h in holders(engine).items() if len(h) > 1]
+    mine = [(i, n, h) for i, (n, h) in enumerate(tied) if engine.pp_index in h and n in by_name]
     for i, name, ranks in mine:
         parts = sorted(by_name[name], key=lambda p: p[0])
         for other in ranks:
@@ -161,7 +156,7 @@ def _clip(engine: Engine) -> Steps:
     if limit is None:
         return None
     named = [(n, p) for n, p in engine.parameters.items() if p.grad is not None]
-    owner = {name: ranks[0] for name, ranks in holders(engine, engine.staged).items()}
+    owner = {name: ranks[0] for name, ranks in holders(engine).items()}
     mine = [(n, p.grad) for n, p in named if owner.get(n, engine.pp_index) == engine.pp_index]
     norms = dict(
         zip([n for n, _ in mine], block_norms([g for _, g in mine if g is not None], kind), strict=True)

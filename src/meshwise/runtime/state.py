@@ -135,6 +135,7 @@ def restore_state(worker: Worker, state: WholeState) -> None:
     engine = worker.engine
     assert engine.optimizer is not None
     known = dict(worker.model.named_parameters())
+    held = worker.held
     missing = sorted(set(known) - set(state.tensors))
     if missing:
         raise CheckpointError(f"the checkpoint has no {missing[0]!r}; it is of another model.")
@@ -143,13 +144,13 @@ def restore_state(worker: Worker, state: WholeState) -> None:
             if tuple(state.tensors[name].shape) != tuple(parameter.shape):
                 shapes = f"{tuple(state.tensors[name].shape)} there, {tuple(parameter.shape)} here"
                 raise CheckpointError(f"the checkpoint's {name!r} has another shape ({shapes}).")
-            if name in worker.held:
+            if name in held:
                 parameter.copy_(state.tensors[name])
         for name, buffer in _persistent_buffers(worker):
             if name in state.tensors:
                 buffer.copy_(state.tensors[name])
     for name, values in state.optimizer.items():
-        if name in worker.held:
+        if name in held:
             engine.optimizer.state[known[name]] = {
                 k: v.clone().to(known[name].device if v.ndim else "cpu") if isinstance(v, Tensor) else v
                 for k, v in values.items()

@@ -94,7 +94,6 @@ class Worker:
         self.engine.optimizer = build_optimizer(self.job, self.model)
         if self.job.scheduler is not None:
             self.engine.scheduler = self.job.scheduler(self.engine.optimizer)
-        self.held = self._held_names()
         self._release_others()
 
     def _move(self, data: Any) -> Any:
@@ -155,8 +154,10 @@ class Worker:
 
     # ---- parameters --------------------------------------------------------------------------------
 
-    def _held_names(self) -> set[str]:
-        held = holders(self.engine, self.staged)
+    @property
+    def held(self) -> set[str]:
+        """Name the parameters that have their values on this rank."""
+        held = holders(self.engine)
         return {
             n
             for n, _ in self.model.named_parameters()
@@ -169,25 +170,17 @@ class Worker:
 
     def _release_others(self) -> None:
         """Give back the memory of parameters that other stages hold; their shape stays."""
+        held = self.held
         for name, parameter in self.model.named_parameters():
-            if name not in self.held:
+            if name not in held:
                 parameter.data = torch.zeros((), dtype=parameter.dtype, device=parameter.device).expand(
                     parameter.shape
                 )
 
     def owner(self, name: str) -> int:
         """Give the pipeline rank that speaks for a parameter or buffer."""
-        found = holders(self.engine, self.staged).get(name)
-        if found:
-            return found[0]
-        for stage, segments in enumerate(self.staged.stages):
-            for segment in segments:
-                inner = [b for path in segment.opaque for b in self.staged.graph.module_buffers.get(path, ())]
-                held = (*segment.statistics, *([segment.row] if segment.row else []))
-                rows = [b.name for row in held for b in (row.running_mean, row.running_var) if b]
-                if name in (*segment.buffers, *segment.rebinds, *inner, *rows):
-                    return stage % self.layout.pp
-        return 0
+        found = self.book.placed.ranks(name)
+        return found[0] if found else self.book.placed.buffers.get(name, 0) % self.layout.pp
 
     # ---- data --------------------------------------------------------------------------------------
 
