@@ -20,6 +20,7 @@ from .job import Job
 from .launch.environment import detect, device_for, num_devices
 from .launch.rank import join_environment
 from .layout import Layout
+from .parallel.packet import wait_for
 from .parallel.transport import Mailroom, MemoryTransport, ProcessGroupTransport, Transport
 from .runtime.evaluate import evaluate
 from .runtime.look import look
@@ -235,6 +236,11 @@ class Session:
         )
         restore_state(self.worker, state)
         return dict(checkpoint.extra)
+
+    def agree(self, value: Any) -> Any:
+        """Give rank 0's value on every rank. Every rank calls it."""
+        engine = self.worker.engine
+        return drive(wait_for(engine.transport.all_gather_object(value, engine.world)))[0]
 
     def _meet(self) -> None:
         if self.layout.num_devices > 1:

@@ -6,7 +6,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +56,8 @@ class TrainResult:
         return dict(load_checkpoint(found).tensors)
 
     def __str__(self) -> str:
-        metrics = "".join(f", {name} {value:.4f}" for name, value in self.metrics.items())
+        shown = {("eval loss" if name == "loss" else name): value for name, value in self.metrics.items()}
+        metrics = "".join(f", {name} {value:.4f}" for name, value in shown.items())
         return f"{self.num_steps} steps under {self.layout}: loss {self.loss:.6f}{metrics}; run folder {self.folder}"
 
 
@@ -114,7 +115,7 @@ def train(
         found = _run(plan, joined, hear)
     return TrainResult(
         layout=chosen,
-        folder=plan.folder,
+        folder=found["folder"],
         history=tuple(found["history"]),
         num_steps=found["num_steps"],
         seconds=time.monotonic() - start,
@@ -125,6 +126,7 @@ def train(
 def _run(plan: _Plan, joined: bool, hear: Callable[[Event], None]) -> dict[str, Any]:
     if joined:
         with Session(plan.job, plan.layout, threads=plan.threads) as session:
+            plan = replace(plan, folder=session.agree(plan.folder))
             return train_rank(session, plan, hear if session.rank == 0 else _ignore)
     if plan.layout.num_devices == 1 and not dist.is_initialized():
         with Session(plan.job, plan.layout, devices=1, threads=plan.threads) as session:
