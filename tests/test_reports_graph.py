@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from meshwise.errors import JobError
+from meshwise.errors import CaptureError, JobError
 from meshwise.launch.local import run_ranks
 from meshwise.runtime.worker import drive_together
 from meshwise.session import Session
@@ -94,6 +94,23 @@ def test_an_attribute_that_the_user_changes_between_steps_counts() -> None:
     assert one.grads["b.weight"] is not None
 
 
+class ByTask(TwoHeads):
+    """Choose the head by the name of the task that a microbatch is of."""
+
+    def forward(self, x: Tensor, task: list[str]) -> Tensor:  # type: ignore[override]
+        return super().forward(x, task[0])
+
+
+@pytest.mark.parametrize("layout", ["dp=1", "dp=2", "dp=3", "pp=2", "dp=2,pp=2"])
+def test_heads_that_differ_inside_a_step_are_refused(layout: str) -> None:
+    """Microbatches of one step that use different heads, on one rank or on several, are refused (B009)."""
+    tasks = ["a"] * 6 + ["a"] * 3 + ["b"] * 3
+    samples = [{"x": random_rows(2, seed=i), "task": tasks[i], "target": random_rows(1)} for i in range(12)]
+    job = heads_job().with_fields(model=ByTask, train_data=samples, batch_size=6, microbatch_size=1)
+    with pytest.raises(CaptureError, match="step 1: some of its microbatches use other parameters"):
+        train_in_memory(job, layout, 2)
+
+
 class Plain(nn.Module):
     """A trunk, a dropout whose rate the user may change, and a batch norm."""
 
@@ -149,7 +166,7 @@ class Nested(nn.Module):
 
 @pytest.mark.parametrize("kind", [Scores, Named, dict])
 def test_outputs_keep_their_class(kind: Any) -> None:
-    """A model may return a dataclass, named tuple or dict with None and outputs the loss leaves out (B012)."""
+    """A model may return a dataclass, named tuple or dict with outputs the loss leaves out (B012)."""
     seen = set()
 
     def loss(output: Any, target: Tensor) -> Tensor:
@@ -241,7 +258,7 @@ def test_a_replaced_parameter_is_refused_by_name() -> None:
 
 
 def test_new_values_in_a_parameter_are_used() -> None:
-    """Values that the user copies into a parameter, or assigns to its data, count from the next step (B014)."""
+    """Values that the user copies into a parameter, or into its data, count from then on (B014)."""
     x = column(1, 2)
 
     def fill(models: list[nn.Module], step: int) -> None:
@@ -539,7 +556,7 @@ def test_a_block_that_loops_by_its_data_is_not_cut(cuts: list[str]) -> None:
 
 
 def test_real_ranks_train_what_the_reports_break() -> None:
-    """Hooks, helper methods and a gradient penalty give two processes the numbers of one device (B013, B016, B018)."""
+    """Hooks, helper methods and a gradient penalty work in two processes (B013, B016, B018)."""
 
     def rank(context: Any) -> list[Any]:
         x = column(1, 2, 3, 4)

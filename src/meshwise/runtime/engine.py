@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..data.order import mix
-from ..errors import JobError
+from ..errors import CaptureError, JobError
 from ..job import Job
 from ..layout import Layout
 from ..model.codegen import Site
@@ -160,6 +160,8 @@ class Engine:
         staged, states = self.stages(data)
         state = states[stage]
         if id(state) not in self.begun:
+            if staged.sites(stage) != self.staged.sites(stage):
+                raise mixed_step(self.step_index)
             state.begin(self.tensors)
             self.begun.add(id(state))
         self.stage_views[stage, m] = (data, staged, state)
@@ -342,6 +344,14 @@ class Engine:
             self.incoming[-stage, m] = taken
         elif stage > 0:
             self.outgoing[-stage, m] = taken
+
+
+def mixed_step(step: int) -> CaptureError:
+    """Make the error for microbatches of one step that do not all use the same parameters."""
+    return CaptureError(
+        f"step {step}: some of its microbatches use other parameters than others (a branch on a value in the batch?). "
+        "Let all samples of a step take the same path, or choose it with tensors inside the model."
+    )
 
 
 def hand_over(values: Values) -> Values:

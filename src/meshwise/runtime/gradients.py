@@ -5,6 +5,7 @@ Under dp alone the exchange of a bucket starts while the backward of the step's 
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +34,7 @@ class Gradients:
         self.overlap_hooks: list[Any] = []
         self.overlap_for: int | None = None  # the set of trainable parameters that the hooks were made for
         self.armed = False
+        self.mark = 0.0
         self.sums: dict[tuple[int, Site], Tensor | None] = {}
         self.row_sums: dict[tuple[int, int], dict[int, list[Tensor | None]]] = {}
 
@@ -57,6 +59,7 @@ class Gradients:
             return
         self.remove_overlap()
         self.sites, self.bucket_of = sites, {}
+        self.mark = float(zlib.crc32(repr(sites).encode()))  # tells replicas whether they mean the same sites
         index = {key: k for k, key in enumerate(sites)}
         buckets: list[list[int]] = []
         for stage in reversed(engine.my_stages):

@@ -49,7 +49,8 @@ class LossTable:
         """Send this rank's microbatch losses on their way to all ranks, behind the backward; once a step."""
         if self.gathered is not None:
             return
-        rows = torch.zeros((max(1, max(self.engine.share.counts)), 2), dtype=torch.float64)
+        rows = torch.zeros((max(1, max(self.engine.share.counts)), 3), dtype=torch.float64)
+        rows[:, 2] = self.engine.gradients.mark
         for j, m in enumerate(self.engine.local):
             if m in self.values:
                 rows[j, 0] = self.values[m]
@@ -66,6 +67,7 @@ class LossTable:
         parts = self.gathered
         if not isinstance(parts, list):
             parts = yield from wait_for(parts)
+        self._check_marks(parts)
         losses: list[float] = []
         measures: list[float] = []
         for dp, count in enumerate(self.engine.share.counts):
@@ -75,6 +77,15 @@ class LossTable:
             losses += part[:count, 0].tolist()
             measures += part[:count, 1].tolist()
         return losses, measures
+
+    def _check_marks(self, parts: list[Tensor]) -> None:
+        """Refuse a step whose replicas added up the gradients of different parameters."""
+        engine = self.engine
+        marks = {float(parts[rank][0, 2]) for rank in engine.dp_group} if len(parts) > 1 else set()
+        if len(marks) > 1:
+            from .engine import mixed_step
+
+            raise mixed_step(engine.step_index)
 
     def check(self, losses: Sequence[float]) -> bool:
         """Tell whether all losses are finite; raise when the job says to stop."""
