@@ -41,7 +41,7 @@ class Judge(nn.Module):
 
 
 def test_a_model_with_buffers_may_be_called_twice_before_one_backward() -> None:
-    """A discriminator judges real and fake samples in one step: two rows of statistics, one backward (B041)."""
+    """A discriminator judges real and fake samples in one step, one backward (B041)."""
     job = make_job(
         Judge,
         TensorDataset(random_rows(18, 3), random_rows(18, 3, seed=1) + 1),
@@ -74,7 +74,7 @@ def counter_job(**fields: Any) -> Any:
 
 
 def test_a_buffer_that_the_forward_binds_anew_counts_steps() -> None:
-    """A buffer bound to one more by each forward is 3 after 3 steps, seen alike by all microbatches (B042)."""
+    """A buffer bound to one more by each forward is 3 after 3 steps (B042)."""
     one = check_layouts(counter_job(), MIXES, steps=3)
     assert one.buffers["b"].tolist() == [3.0]
 
@@ -142,7 +142,7 @@ def kinds_job() -> Any:
 
 
 def test_any_dtype_of_buffers_and_weights_trains() -> None:
-    """Bool, int64 and uint8 buffers and float16 and bfloat16 weights keep dtype and bits everywhere (B046)."""
+    """Bool, int and byte buffers, float16 and bfloat16 weights keep dtype and bits everywhere (B046)."""
     one = train_in_memory(kinds_job(), "dp=1")
     assert one.buffers["count"].item() == 3
     assert one.buffers["table"].tolist() == [3, 4, 5, 6]

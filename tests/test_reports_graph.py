@@ -13,7 +13,6 @@ from torch.utils.data import TensorDataset
 
 from meshwise.errors import CaptureError, JobError
 from meshwise.launch.local import run_ranks
-from meshwise.runtime.worker import drive_together
 from meshwise.session import Session
 from scenarios import (
     MIXES,
@@ -447,112 +446,6 @@ def test_a_straight_through_sign_works() -> None:
 
     data = TensorDataset(random_rows(12, 3), random_rows(12, 1, seed=1))
     check_layouts(make_job(Net, data, batch_size=6, microbatch_size=2), MIXES)
-
-
-# ---- B022, B023: frozen weights ------------------------------------------------------------------------
-
-
-class Adapted(nn.Module):
-    """A frozen square layer with a low-rank adapter beside it."""
-
-    def __init__(self, width: int, rank: int) -> None:
-        super().__init__()
-        self.base = nn.Linear(width, width).requires_grad_(False)
-        self.down, self.up = nn.Linear(width, rank, bias=False), nn.Linear(rank, width, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + torch.tanh(self.base(x) + self.up(self.down(x)))
-
-
-def adapted_job(width: int, rank: int, blocks: int) -> Any:
-    return make_job(
-        lambda: nn.Sequential(*(Adapted(width, rank) for _ in range(blocks))).double(),
-        TensorDataset(random_rows(18, width), random_rows(18, width, seed=1)),
-        optimizer=adamw(0.05, weight_decay=0.1),
-        batch_size=6,
-        microbatch_size=2,
-    )
-
-
-def test_adapters_in_frozen_blocks_train_alone() -> None:
-    """Low-rank adapters train as in a plain loop while the frozen weights keep their bits (B022)."""
-    job = adapted_job(8, 2, 2)
-    start = train_in_memory(job, "dp=1", 0).params
-    one = check_layouts(job, MIXES, steps=5)
-    frozen = [n for n in start if ".base." in n]
-    assert len(frozen) == 4
-    assert all(torch.equal(one.params[n], start[n]) for n in frozen)
-
-
-@pytest.mark.parametrize("layout", ["dp=1", "dp=2", "pp=2", "dp=2,pp=2"])
-def test_only_trainable_weights_have_optimizer_state(layout: str) -> None:
-    """A checkpoint of an adapter run holds optimizer state for the adapters alone (B022)."""
-    from meshwise.runtime.state import gather_state
-
-    run = train_in_memory(adapted_job(8, 2, 2), layout, 2)
-    whole = drive_together([gather_state(w) for w in run.workers])[0]
-    assert sorted(whole.optimizer) == sorted(n for n in run.params if ".base." not in n)
-
-
-@pytest.mark.parametrize("layout", ["dp=2", "dp=3", "dp=2,pp=2"])
-def test_frozen_weights_have_no_storage_for_gradients_or_moments(layout: str) -> None:
-    """Gradients, moments and exchange buffers of a rank hold only the adapters' bytes (B023)."""
-    run = train_in_memory(adapted_job(128, 4, 2), layout, 1)
-    for worker in run.workers:
-        engine = worker.engine
-        mine = [p for n, p in worker.model.named_parameters() if n in worker.held and p.requires_grad]
-        trainable = sum(p.numel() for p in mine)
-        assert engine.optimizer is not None
-        moments = sum(t.numel() for s in engine.optimizer.state.values() for t in s.values() if t.numel() > 1)
-        assert moments == 2 * trainable
-        assert sum(p.grad.numel() for p in worker.model.parameters() if p.grad is not None) == trainable
-        flats = sum(t.numel() for t in engine.gradients.reducer.flats.values())
-        nodes = max(1, max(len(c) for c in engine.gradients.reducer.covers))
-        assert flats <= nodes * (trainable + 64 * len(mine))
-
-
-# ---- B040: loops that depend on data --------------------------------------------------------------------
-
-
-class Turn(nn.Module):
-    """Turn pairs of features by a shared table of cosines and sines, then mix."""
-
-    def __init__(self, table: Tensor) -> None:
-        super().__init__()
-        self.mix = nn.Linear(4, 4)
-        self.register_buffer("table", table)
-
-    def forward(self, x: Tensor) -> Tensor:
-        cos, sin = self.table[0], self.table[1]  # type: ignore[index]
-        a, b = x[:, :2], x[:, 2:]
-        return torch.tanh(self.mix(torch.cat([a * cos - b * sin, a * sin + b * cos], 1)))
-
-
-class Loop(Turn):
-    """Turn as often as the data says."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        for _ in range(int(x.abs().mean() * 3) + 1):
-            x = super().forward(x)
-        return x
-
-
-def turning() -> nn.Module:
-    angles = torch.tensor([0.1, 0.4], dtype=torch.float64)
-    table = torch.stack([angles.cos(), angles.sin()])
-    return nn.Sequential(Turn(table), Loop(table), Turn(table), Turn(table)).double()
-
-
-@pytest.mark.parametrize("cuts", [[], ["2"], ["1"]])
-def test_a_block_that_loops_by_its_data_is_not_cut(cuts: list[str]) -> None:
-    """A block whose loop depends on data runs as a whole, and cuts fall around it (B040)."""
-    x = random_rows(1, 4).repeat(12, 1) + 1e-3 * random_rows(12, 4, seed=1)
-    data = TensorDataset(x, random_rows(12, 4, seed=2))
-    job = make_job(turning, data, batch_size=6, microbatch_size=2, cuts=cuts)
-    layouts = MIXES if not cuts else [n for n in MIXES if "pp=2" in n]
-    check_layouts(job, layouts, steps=2)
-    notes = train_in_memory(job, "pp=2", 0).workers[0].notes
-    assert any('module "1" runs as a whole' in note for note in notes)
 
 
 def test_real_ranks_train_what_the_reports_break() -> None:

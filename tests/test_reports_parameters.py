@@ -14,6 +14,8 @@ from torch.utils.data import TensorDataset
 
 from meshwise.errors import MeshwiseError
 from meshwise.launch.local import run_ranks
+from meshwise.runtime.state import gather_state
+from meshwise.runtime.worker import drive_together
 from meshwise.session import Session
 from scenarios import (
     MIXES,
@@ -44,7 +46,7 @@ class Tables(nn.Module):
 
 
 def test_sparse_gradients_add_up_over_replicas() -> None:
-    """A sparse table whose ids are all padding on one rank trains under SparseAdam as in a plain loop (B048)."""
+    """A sparse table whose ids are all padding on one rank trains as in a plain loop (B048)."""
     data = TensorDataset(torch.tensor([0, 0, 1, 1]), torch.zeros(4, 1, dtype=torch.float64))
     for size in (1, 2):
         job = make_job(
@@ -122,7 +124,7 @@ def test_a_parameter_without_dims_trains() -> None:
 
 @pytest.mark.parametrize("layout", ["dp=2", "pp=2"])
 def test_a_parameter_without_dims_is_saved_and_loaded(layout: str, tmp_path: Any) -> None:
-    """A temperature that two processes save has shape () and the same bits when one process loads it (B049)."""
+    """A temperature that two processes save is the same, of shape (), where one loads it (B049)."""
 
     def rank(context: Any) -> None:
         with Session(temperature_job(), layout, device=context.device) as session:
@@ -139,7 +141,7 @@ def test_a_parameter_without_dims_is_saved_and_loaded(layout: str, tmp_path: Any
     assert torch.equal(t, expected)
 
 
-# ---- B051: re-parametrised modules --------------------------------------------------------------------------
+# ---- B051: re-parametrised modules ------------------------------------------------------------------------
 
 
 def old_weight_norm() -> nn.Module:
@@ -201,7 +203,7 @@ def test_weights_under_a_norm_start_in_new_processes(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", BUILDERS)
 def test_a_model_that_cannot_travel_is_refused_before_the_start(kind: str) -> None:
-    """A model instance under a norm travels to the ranks, or is refused with its layer and a way out (B051)."""
+    """A model instance under a norm travels to the ranks, or is refused with a way out (B051)."""
     job = norm_job(kind).with_fields(model=BUILDERS[kind]())
 
     def rank(context: Any) -> Any:
@@ -211,8 +213,68 @@ def test_a_model_that_cannot_travel_is_refused_before_the_start(kind: str) -> No
     try:
         first, second = run_ranks(rank, 2, device="cpu", timeout=60)
     except MeshwiseError as error:
-        assert "ParametrizedLinear" in str(error) or "0" in str(error)  # noqa: PT017
-        assert "function" in str(error)  # noqa: PT017
+        assert "ParametrizedLinear" in str(error) or "0" in str(error)
+        assert "function" in str(error)
     else:
         assert first == second
         assert all(math.isfinite(x) for x in first)
+
+
+# ---- B022, B023: frozen weights ------------------------------------------------------------------------
+
+
+class Adapted(nn.Module):
+    """A frozen square layer with a low-rank adapter beside it."""
+
+    def __init__(self, width: int, rank: int) -> None:
+        super().__init__()
+        self.base = nn.Linear(width, width).requires_grad_(False)
+        self.down, self.up = nn.Linear(width, rank, bias=False), nn.Linear(rank, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.base(x) + self.up(self.down(x)))
+
+
+def adapted_job(width: int, rank: int, blocks: int) -> Any:
+    return make_job(
+        lambda: nn.Sequential(*(Adapted(width, rank) for _ in range(blocks))).double(),
+        TensorDataset(random_rows(18, width), random_rows(18, width, seed=1)),
+        optimizer=adamw(0.05, weight_decay=0.1),
+        batch_size=6,
+        microbatch_size=2,
+    )
+
+
+def test_adapters_in_frozen_blocks_train_alone() -> None:
+    """Low-rank adapters train as in a plain loop while the frozen weights keep their bits (B022)."""
+    job = adapted_job(8, 2, 2)
+    start = train_in_memory(job, "dp=1", 0).params
+    one = check_layouts(job, MIXES, steps=5)
+    frozen = [n for n in start if ".base." in n]
+    assert len(frozen) == 4
+    assert all(torch.equal(one.params[n], start[n]) for n in frozen)
+
+
+@pytest.mark.parametrize("layout", ["dp=1", "dp=2", "pp=2", "dp=2,pp=2"])
+def test_only_trainable_weights_have_optimizer_state(layout: str) -> None:
+    """A checkpoint of an adapter run holds optimizer state for the adapters alone (B022)."""
+    run = train_in_memory(adapted_job(8, 2, 2), layout, 2)
+    whole = drive_together([gather_state(w) for w in run.workers])[0]
+    assert sorted(whole.optimizer) == sorted(n for n in run.params if ".base." not in n)
+
+
+@pytest.mark.parametrize("layout", ["dp=2", "dp=3", "dp=2,pp=2"])
+def test_frozen_weights_have_no_storage_for_gradients_or_moments(layout: str) -> None:
+    """Gradients, moments and exchange buffers of a rank hold only the adapters' bytes (B023)."""
+    run = train_in_memory(adapted_job(128, 4, 2), layout, 1)
+    for worker in run.workers:
+        engine = worker.engine
+        mine = [p for n, p in worker.model.named_parameters() if n in worker.held and p.requires_grad]
+        trainable = sum(p.numel() for p in mine)
+        assert engine.optimizer is not None
+        moments = sum(t.numel() for s in engine.optimizer.state.values() for t in s.values() if t.numel() > 1)
+        assert moments == 2 * trainable
+        assert sum(p.grad.numel() for p in worker.model.parameters() if p.grad is not None) == trainable
+        flats = sum(t.numel() for t in engine.gradients.reducer.flats.values())
+        nodes = max(1, max(len(c) for c in engine.gradients.reducer.covers))
+        assert flats <= nodes * (trainable + 64 * len(mine))

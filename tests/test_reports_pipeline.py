@@ -146,7 +146,7 @@ def test_every_legal_schedule_ends_with_the_same_gradients(num_microbatches: int
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
 def test_an_illegal_pair_is_refused_with_the_rule(schedule: str) -> None:
-    """Several stages a rank under a schedule for one are refused, with the schedules that take them (B037)."""
+    """Several stages a rank under a schedule for one are refused with the rule (B037)."""
     with pytest.raises(LayoutError, match="schedule=interleaved"):
         Layout.parse(f"pp=2,schedule={schedule},virtual=2")
 
@@ -219,7 +219,7 @@ class Tied(nn.Module):
 
 
 def test_a_tied_weight_counts_once_in_the_norm() -> None:
-    """A weight on the first and the last stage is one weight in the norm, the clipping and the update (B038)."""
+    """A weight on the first and the last stage is one in the norm, clipping and update (B038)."""
     data = TensorDataset(torch.arange(12) % 5, torch.arange(12) % 4)
     job = make_job(
         Tied,
@@ -252,11 +252,55 @@ def test_recompute_repeats_the_same_random_numbers() -> None:
             assert_same_bits(train_in_memory(job, f"{layout},recompute={recompute}"), one)
 
 
+# ---- B040: loops that depend on data --------------------------------------------------------------------
+
+
+class Turn(nn.Module):
+    """Turn pairs of features by a shared table of cosines and sines, then mix."""
+
+    def __init__(self, table: Tensor) -> None:
+        super().__init__()
+        self.mix = nn.Linear(4, 4)
+        self.register_buffer("table", table)
+
+    def forward(self, x: Tensor) -> Tensor:
+        cos, sin = self.table[0], self.table[1]  # type: ignore[index]
+        a, b = x[:, :2], x[:, 2:]
+        return torch.tanh(self.mix(torch.cat([a * cos - b * sin, a * sin + b * cos], 1)))
+
+
+class Loop(Turn):
+    """Turn as often as the data says."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(int(x.abs().mean() * 3) + 1):
+            x = super().forward(x)
+        return x
+
+
+def turning() -> nn.Module:
+    angles = torch.tensor([0.1, 0.4], dtype=torch.float64)
+    table = torch.stack([angles.cos(), angles.sin()])
+    return nn.Sequential(Turn(table), Loop(table), Turn(table), Turn(table)).double()
+
+
+@pytest.mark.parametrize("cuts", [[], ["2"], ["1"]])
+def test_a_block_that_loops_by_its_data_is_not_cut(cuts: list[str]) -> None:
+    """A block whose loop depends on data runs as a whole, and cuts fall around it (B040)."""
+    x = random_rows(1, 4).repeat(12, 1) + 1e-3 * random_rows(12, 4, seed=1)
+    data = TensorDataset(x, random_rows(12, 4, seed=2))
+    job = make_job(turning, data, batch_size=6, microbatch_size=2, cuts=cuts)
+    layouts = MIXES if not cuts else [n for n in MIXES if "pp=2" in n]
+    check_layouts(job, layouts, steps=2)
+    notes = train_in_memory(job, "pp=2", 0).workers[0].notes
+    assert any('module "1" runs as a whole' in note for note in notes)
+
+
 # ---- in real ranks -----------------------------------------------------------------------------------------
 
 
 def test_real_pipelines_follow_changing_shapes_and_clip_alike() -> None:
-    """Two processes train batches of changing length, then clip by one norm, as one device does (B034, B038)."""
+    """Two processes train batches of changing length, then clip by one norm (B034, B038)."""
     sizes = [(4, 5), (4, 3), (1, 3)]
     batches = [(random_rows(b, n, 3, seed=b + n), random_rows(b, n, 1, seed=9)) for b, n in sizes]
     data = TensorDataset(random_rows(4, 5, 3), random_rows(4, 5, 1))

@@ -131,7 +131,7 @@ def test_real_ranks_stop_or_skip_together(layout: str) -> None:
 
 
 def test_a_run_goes_on_where_it_was_after_a_skipped_step(tmp_path: Any) -> None:
-    """A run that skipped a step, saved and loaded goes on with the next samples, not the same again (B055)."""
+    """A run that skipped a step, saved and loaded goes on with the next samples (B055)."""
     job = make_job(plain_net, spoiled(5), batch_size=BATCH, microbatch_size=2, on_nonfinite="skip")
     with Session(job, "dp=1", devices=1, device=CPU) as session:
         batches = session.batches(1)
@@ -145,7 +145,7 @@ def test_a_run_goes_on_where_it_was_after_a_skipped_step(tmp_path: Any) -> None:
 
 
 def test_the_rate_follows_optimizer_steps() -> None:
-    """A linear schedule over 10 steps stands at 0.6 after 4 optimizer steps on any number of devices (B058)."""
+    """A linear schedule over 10 steps stands at 0.6 after 4 steps on any devices (B058)."""
     data = TensorDataset(random_rows(32, 3), random_rows(32, 1, seed=1))
     job = make_job(
         plain_net, data, optimizer=sgd(1.0), scheduler=linear_rate, batch_size=BATCH, microbatch_size=2

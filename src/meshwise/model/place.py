@@ -54,8 +54,8 @@ class Placement:
         held, used = set(self.ranks(name)), {stage % self.pp for stage in stages}
         if held and (used != held if training else not used <= held):
             raise CaptureError(
-                f"parameter {name!r} is on stage {', '.join(map(str, self.params[name]))}, but this batch (or eval "
-                f"mode) uses it on stage {', '.join(map(str, stages))}; name cuts that hold for both with "
+                f"parameter {name!r} is on stage {', '.join(map(str, self.params[name]))}, but this batch "
+                f"(or eval mode) uses it on stage {', '.join(map(str, stages))}; name cuts for both with "
                 "Job(cuts=[...]), or train under dp."
             )
 
@@ -85,8 +85,8 @@ def repeat_cuts(graph: Graph, units: Sequence[Unit], placed: Placement) -> tuple
         high = min(behind, default=len(units) - 1)
         if graph.blocked or low > high:
             raise CaptureError(
-                f"a stage begins at {key[0]!r}, but for this batch (or in eval mode) the model cannot be cut there"
-                f"{': ' + graph.blocked if graph.blocked else ''}; name other cuts with Job(cuts=[...])."
+                f"a stage begins at {key[0]!r}, but for this batch (or in eval mode) the model cannot be cut "
+                f"there{': ' + graph.blocked if graph.blocked else ''}; name other cuts with Job(cuts=[...])."
             )
         wanted = index.get(key, high if behind else low)
         cuts.append(wanted if low <= wanted <= high else high)

@@ -349,8 +349,8 @@ class Engine:
 def mixed_step(step: int) -> CaptureError:
     """Make the error for microbatches of one step that do not all use the same parameters."""
     return CaptureError(
-        f"step {step}: some of its microbatches use other parameters than others (a branch on a value in the batch?). "
-        "Let all samples of a step take the same path, or choose it with tensors inside the model."
+        f"step {step}: some of its microbatches use other parameters than others (a branch on a value in the "
+        "batch?). Let all samples of a step take the same path, or choose it with tensors inside the model."
     )
 
 

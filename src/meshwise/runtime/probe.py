@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,7 +10,8 @@ from torch import Tensor, nn
 
 from ..errors import JobError
 from ..job import Job
-from ..model.capture import kept_state, resize_batch
+from ..model.capture import resize_batch
+from ..model.keep import kept_state
 from ..tree import leaves, map_leaves
 from .losses import Weigher, count_items, count_samples, find_kind, loss_of, perturbed
 
@@ -62,8 +64,8 @@ def _find(job: Job, model: nn.Module, forward: Any, few: Any, count: int) -> tup
 _HIDDEN = (
     "batch",
     0,
-    "a mean whose weights lie in the batch (a mask, or weights of classes), so it is taken over the whole batch "
-    "at once; Job(weight=...) lets each microbatch have its own",
+    "a mean whose weights lie in the batch (a mask, or weights of classes), so it is taken over the whole "
+    "batch at once; Job(weight=...) lets each microbatch have its own",
 )
 
 
@@ -77,7 +79,7 @@ def _hides(job: Job, output: Any, batch: Any, count: int, kind: str) -> bool:
     """Tell whether the loss would add up in another way if these few samples had other masks or classes."""
     classes = [min(t.shape[1:]) for t in leaves(output) if isinstance(t, Tensor) and t.ndim > 1]
     for change in (_thin_mask, _redraw_classes):
-        other = map_leaves(lambda leaf, change=change: change(leaf, count, classes), batch)
+        other = map_leaves(partial(change, count, classes), batch)
         try:
             if _kind_on(job, output, other, count)[0] != kind:
                 return True
@@ -86,7 +88,7 @@ def _hides(job: Job, output: Any, batch: Any, count: int, kind: str) -> bool:
     return False
 
 
-def _thin_mask(leaf: Any, count: int, classes: list[int]) -> Any:
+def _thin_mask(count: int, classes: list[int], leaf: Any) -> Any:
     """Set about half of a 0/1 tensor's entries to 0, never the first of a sample's."""
     if not isinstance(leaf, Tensor) or not leaf.ndim or leaf.shape[0] != count or leaf.is_complex():
         return leaf
@@ -98,7 +100,7 @@ def _thin_mask(leaf: Any, count: int, classes: list[int]) -> Any:
     return torch.where(kept.to(leaf.device), leaf, torch.zeros_like(leaf))
 
 
-def _redraw_classes(leaf: Any, count: int, classes: list[int]) -> Any:
+def _redraw_classes(count: int, classes: list[int], leaf: Any) -> Any:
     """Draw integer targets anew among the classes that the output surely has."""
     if not isinstance(leaf, Tensor) or leaf.dtype != torch.int64 or not leaf.ndim or leaf.shape[0] != count:
         return leaf

@@ -12,7 +12,7 @@ from ..grid import tree_fold
 from ..model.graph import Input, Value
 from ..parallel.packet import wait_for
 from ..tree import leaves, map_leaves, replace_leaves
-from .cells import Cell, Values
+from .cells import Values
 from .coupled import batch_moments, correct_gradient, fold_moments, gather_rows, running_update
 
 if TYPE_CHECKING:
