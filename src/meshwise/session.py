@@ -174,7 +174,8 @@ class Session:
         note = f"in rank {self.rank}, step {engine.step_index}, {engine.where or 'loading data'}, microbatch of {', '.join(shapes)}"
         if hasattr(error, "add_note"):
             error.add_note(note)
-        log.error(note)
+        else:  # Python 3.10
+            log.error(note)
 
     def evaluate(self, data: Any = None) -> dict[str, float]:
         """Evaluate on ``data`` (default: the job's eval_data), each sample once: loss, metrics, num_samples."""

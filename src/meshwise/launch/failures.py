@@ -48,7 +48,7 @@ def describe(rank: int, error: BaseException, seconds: float, pickled: bytes | N
         rank=rank,
         seconds=seconds,
         kind=type(error).__name__,
-        message=str(error),
+        message="\n".join([str(error), *getattr(error, "__notes__", ())]),
         details=_text(error),
         pickled=pickled,
         secondary=lost_peer(error),
