@@ -94,7 +94,23 @@ def leaves_with_paths(value: Any, path: Path = ()) -> list[tuple[Path, Any]]:
 
 def leaves(value: Any) -> list[Any]:
     """List every leaf of ``value`` in a fixed order."""
-    return [leaf for _, leaf in leaves_with_paths(value)]
+    found: list[Any] = []
+    _gather_leaves(value, found)
+    return found
+
+
+def _gather_leaves(value: Any, found: list[Any]) -> None:
+    kind = type(value)
+    if kind is list or kind is tuple:  # by far the most common: every step goes through here
+        for child in value:
+            _gather_leaves(child, found)
+        return
+    kids = children(value)
+    if kids is None:
+        found.append(value)
+        return
+    for _, child in kids:
+        _gather_leaves(child, found)
 
 
 def replace_leaves(value: Any, new: list[Any]) -> Any:

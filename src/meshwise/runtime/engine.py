@@ -60,6 +60,7 @@ class Engine:
         self.where = ""
         self.spans: list[tuple[Action, float, float]] | None = None
         self.states: dict[Any, dict[int, StageState]] = {}
+        self.shares: dict[int, Share] = {}  # by number of microbatches
         self.optimizer: torch.optim.Optimizer | None = None
         self.scheduler: Any = None
         self.hooks: Any = {}
@@ -97,6 +98,7 @@ class Engine:
         result: StepResult = yield from finish_step(self)
         self.transport.flush()
         self.step_index += 1
+        self._release()
         return result
 
     def _begin(self, batch: StepBatch) -> None:
@@ -107,11 +109,14 @@ class Engine:
                 parameter.grad = None
         self.trainable = hash(tuple(p is not None and p.requires_grad for _, _, p in self.table))
         self.batch = batch
-        self.share = Share.make(len(batch.sizes), self.job.slots, self.layout.dp)
+        count = len(batch.sizes)
+        if count not in self.shares:
+            self.shares[count] = Share.make(count, self.job.slots, self.layout.dp)
+        self.share = self.shares[count]
         low, high = self.share.microbatches[self.dp_index]
         self.local = list(range(low, high))
-        probe = batch.microbatch(self.local[0] if self.local else 0)
-        self.staged = self.stages(probe)[0]
+        self.captures: dict[int, tuple[Any, Staged, dict[int, StageState]]] = {}
+        self.staged = self.capture(self.local[0] if self.local else 0)[1]
         self.cells: dict[tuple[int, int, int], Cell] = {}
         self.incoming: dict[tuple[int, ...], Values] = {}
         self.outgoing: dict[tuple[int, int], Values] = {}
@@ -124,6 +129,18 @@ class Engine:
         self.messages.begin()
         self.gradients.begin(self.staged)
         self.losses.begin()
+
+    def _release(self) -> None:
+        """Let go of the step's data, activations and gradients, so that the next step gets the same memory."""
+        self.batch.loaded.clear()
+        held: tuple[dict[Any, Any], ...] = (
+            *(self.cells, self.incoming, self.outgoing, self.rows),
+            *(self.tensors, self.stage_views, self.captures),
+        )
+        for table in held:
+            table.clear()
+        self.whole_loss = None
+        self.gradients.release()
 
     def _program(self) -> tuple[Action, ...]:
         segments = tuple(len(s) for s in self.staged.stages)
@@ -144,9 +161,12 @@ class Engine:
 
     # ---- captures ------------------------------------------------------------------------------------
 
-    def stages(self, data: Any) -> tuple[Staged, dict[int, StageState]]:
-        key, staged = self.book.staged(data, coupled=len(self.batch.sizes) > 1)
-        return staged, self.stages_for(key, staged)
+    def capture(self, m: int) -> tuple[Any, Staged, dict[int, StageState]]:
+        """Give the key, the cut graph and this rank's stages of a microbatch, looked up once a step."""
+        if m not in self.captures:
+            key, staged = self.book.staged(self.batch.microbatch(m), coupled=len(self.batch.sizes) > 1)
+            self.captures[m] = (key, staged, self.stages_for(key, staged))
+        return self.captures[m]
 
     def stages_for(self, key: Any, staged: Staged) -> dict[int, StageState]:
         if key not in self.states:
@@ -157,7 +177,7 @@ class Engine:
         if (stage, m) in self.stage_views:
             return self.stage_views[stage, m]  # type: ignore[no-any-return]
         data = self.batch.microbatch(m)
-        staged, states = self.stages(data)
+        _, staged, states = self.capture(m)
         state = states[stage]
         if id(state) not in self.begun:
             if staged.sites(stage) != self.staged.sites(stage):

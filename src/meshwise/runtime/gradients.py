@@ -72,6 +72,13 @@ class Gradients:
         exact = engine.layout.reduction == "exact"
         self.reducer = Reducer(engine.transport, engine.dp_group, buckets, exact=exact)
 
+    def release(self) -> None:
+        """Let go of the step's gradients; those of parameters stay in their ``.grad``."""
+        self.sums, self.row_sums = {}, {}
+        assert self.reducer is not None
+        for bucket in self.reducer.buckets:
+            bucket.nodes, bucket.pending = {}, None
+
     def remove_overlap(self) -> None:
         """Take this engine's hooks off the parameters."""
         for handle in self.overlap_hooks:

@@ -49,39 +49,40 @@ class LossTable:
         """Send this rank's microbatch losses on their way to all ranks, behind the backward; once a step."""
         if self.gathered is not None:
             return
-        rows = torch.zeros((max(1, max(self.engine.share.counts)), 3), dtype=torch.float64)
-        rows[:, 2] = self.engine.gradients.mark
-        for j, m in enumerate(self.engine.local):
-            if m in self.values:
-                rows[j, 0] = self.values[m]
-            rows[j, 1] = self.measures[m]
         if len(self.engine.world) == 1:
-            self.gathered = [rows]
-        else:
-            self.gathered = self.engine.transport.all_gather(rows.to(self.engine.device), self.engine.world)
+            self.gathered = []
+            return
+        mark, height = self.engine.gradients.mark, max(1, *self.engine.share.counts)
+        told = [[0.0, self.measures[m], mark] for m in self.engine.local]
+        told += [[0.0, 0.0, mark]] * (height - len(told))
+        rows = torch.tensor(told, dtype=torch.float64).to(self.engine.device)
+        if self.values:  # of all local microbatches, on the ranks that hold the last stage
+            values = [self.values[m] for m in self.engine.local]
+            rows[: len(values), 0] = torch.stack(values)
+        self.gathered = self.engine.transport.all_gather(rows, self.engine.world)
 
     def gather(self) -> Steps:
         """Give (losses, measures) of all microbatches of the step, in order."""
         if self.gathered is None:
             self.post()
-        parts = self.gathered
-        if not isinstance(parts, list):
-            parts = yield from wait_for(parts)
+        if len(self.engine.world) == 1:
+            return [float(self.values[m]) for m in self.engine.local], list(self.measures.values())
+        parts = yield from wait_for(self.gathered)
         self._check_marks(parts)
         losses: list[float] = []
         measures: list[float] = []
+        pp_index = (self.engine.layout.num_stages - 1) % self.engine.layout.pp
         for dp, count in enumerate(self.engine.share.counts):
-            part = parts[
-                self.engine.mesh.rank(dp=dp, pp=(self.engine.layout.num_stages - 1) % self.engine.layout.pp)
-            ].cpu()
-            losses += part[:count, 0].tolist()
-            measures += part[:count, 1].tolist()
+            part = parts[self.engine.mesh.rank(dp=dp, pp=pp_index)]
+            for loss, measure, _ in part[:count].tolist():
+                losses.append(loss)
+                measures.append(measure)
         return losses, measures
 
     def _check_marks(self, parts: list[Tensor]) -> None:
         """Refuse a step whose replicas added up the gradients of different parameters."""
         engine = self.engine
-        marks = {float(parts[rank][0, 2]) for rank in engine.dp_group} if len(parts) > 1 else set()
+        marks = {float(parts[rank][0, 2]) for rank in engine.dp_group}
         if len(marks) > 1:
             from .engine import mixed_step
 

@@ -23,22 +23,15 @@ class Messages:
         self.engine = engine
         self.courier = Courier(engine.transport, engine.device)
         self.posted: dict[Action, PostedPacket | None] = {}
-        self.keys: dict[int, Any] = {}
 
     def begin(self) -> None:
         """Forget the packets of the step before."""
-        self.posted, self.keys = {}, {}
-
-    def _key(self, m: int) -> Any:
-        if m not in self.keys:
-            batch = self.engine.batch
-            self.keys[m] = self.engine.book.staged(batch.microbatch(m), coupled=len(batch.sizes) > 1)[0]
-        return self.keys[m]
+        self.posted = {}
 
     def _route(self, action: Action) -> tuple[int, int, Any]:
         """Give the peer, the tag and the packet's kind of a send or receive."""
         m = self.engine.local[action.microbatch]
-        key = self._key(m)
+        key = self.engine.capture(m)[0]
         stage = action.stage
         up = action.op in (Op.SEND_ACTIVATION, Op.RECEIVE_ACTIVATION)
         boundary = stage if action.op in (Op.RECEIVE_ACTIVATION, Op.SEND_GRADIENT) else stage + 1

@@ -140,7 +140,7 @@ def couple_loss(engine: Engine) -> Steps:
 
 def _by_gives(engine: Engine, m: int, grads: list[Tensor | None], output: Any) -> Values:
     """Put the gradients of the output's leaves in the order of the values the last segment gave."""
-    staged = engine.stages(engine.batch.microbatch(m))[0]
+    staged = engine.capture(m)[1]
     if staged.graph.blocked:
         return tuple(g for g, leaf in zip(grads, leaves(output), strict=True) if isinstance(leaf, Tensor))
     found: dict[int, Tensor | None] = {}
@@ -152,7 +152,7 @@ def _by_gives(engine: Engine, m: int, grads: list[Tensor | None], output: Any) -
 
 
 def _output_structure(engine: Engine) -> Any:
-    graph = engine.stages(engine.batch.microbatch(0))[0].graph
+    graph = engine.capture(0)[1].graph
     return map_leaves(lambda leaf: leaf, graph.output)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -56,7 +57,7 @@ class Share:
         ranges = tuple((groups[a][0], groups[b - 1][1]) if a < b else (0, 0) for a, b in replicas)
         return cls(num_microbatches=num_microbatches, slots=groups, replicas=replicas, microbatches=ranges)
 
-    @property
+    @functools.cached_property
     def counts(self) -> list[int]:
         """Count each replica's microbatches."""
         return [b - a for a, b in self.microbatches]
@@ -68,7 +69,11 @@ class Share:
 
     def slot_end(self, m: int) -> int | None:
         """Give the slot that ends with microbatch ``m``, or None."""
-        return next((s for s, (_, stop) in enumerate(self.slots) if stop == m + 1), None)
+        return self._ends.get(m)
+
+    @functools.cached_property
+    def _ends(self) -> dict[int, int]:
+        return {stop - 1: slot for slot, (_, stop) in enumerate(self.slots)}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -105,7 +105,6 @@ def _run_epoch(
         if left is not None and number >= left:
             break
         result = session.step(batch)
-        batch.loaded.clear()
         now = time.monotonic()
         if not result.skipped:
             total += result.loss * (result.num_samples if session.worker.weigher.kind != "sum" else 1)

@@ -236,8 +236,8 @@ class Worker:
         self, stream: Any, number: Any, ahead: dict[int, Any], batch: StepBatch, direct: Any
     ) -> Any:
         def load(m: int) -> Any:
-            wanted = number.get((id(batch), m))
-            if wanted is None:
+            wanted = number.pop((id(batch), m), None)
+            if wanted is None:  # another replica's, or asked for once more
                 return direct(m)
             while wanted not in ahead:
                 k, data = next(stream)
