@@ -1,94 +1,172 @@
 """Capture a plain module as a graph that runs at any batch size.
 
-The forward is run for real on two small batches while every torch call is recorded (no export, no
-rewrite, no symbolic values). Numbers that differ between the two traces are sizes: each must be
-``scale * batch + offset``. A module whose Python looks at tensor values, or whose calls differ between
-the two traces in another way, is *opaque*: it is recorded as one call and later run as the user wrote it.
-When that is the whole model, the graph is ``blocked``: it trains under dp and cannot be cut.
+The forward is run for real on small batches while every torch call is recorded (no export, no rewrite, no
+symbolic values). Numbers that differ between the traces are sizes: each must be ``scale * batch + offset``.
+A module whose Python looks at tensor values, or whose calls differ between the traces in another way, is
+*opaque*: it is recorded as one call and later run as the user wrote it. A test on the data whose other
+outcome only raises is a check: the graph repeats it. When the whole model would be opaque, or the graph,
+run beside the forward, gives other numbers, it is ``blocked``: it trains under dp and cannot be cut.
 """
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..tree import leaves, map_leaves, replace_leaves
-from .graph import REFS, Affine, Graph, Input, Node, Ref, Value
-from .recorder import DataDependence, Recorder, Trace, patched_calls
+from .align import align
+from .graph import REFS, Graph, Input, Node, Ref, Value
+from .keep import as_in_export, changed_attributes, kept_state, python_state
+from .looks import hooked
+from .patches import patched_calls
+from .recorder import DataDependence, ReadKey, Recorder, Trace
+from .selfcheck import difference
+from .watch import Watch
 
 Forward = Callable[[nn.Module, Any], Any]
-MAX_ATTEMPTS = 64
+MAX_ATTEMPTS = 256
 TRACE_SIZES = (2, 3)
 
 
-def capture(model: nn.Module, forward: Forward, batch: Any, *, num_samples: int, use: Any = None) -> Graph:
+def capture(
+    model: nn.Module,
+    forward: Forward,
+    batch: Any,
+    *,
+    num_samples: int,
+    use: Any = None,
+    sizes: Sequence[int] = (),
+) -> Graph:
     """Capture ``forward(model, batch)`` in the mode (train or eval) the model is in.
 
     ``batch`` holds ``num_samples`` samples; tensors whose first dim is ``num_samples`` are per-sample.
-    ``use(output, batch)`` (the loss), when given, tells which outputs are used. The model's state, its
-    buffers and the random state are left as they were. Every rank calls it on the same model.
+    ``use(output, batch)`` (the loss), when given, tells which outputs are used. ``sizes`` are the numbers of
+    samples that the graph will meet: each is traced too, so that no branch on the batch size is missed. The
+    model's state, its buffers and the random state are left as they were. Every rank calls it on one model.
     """
-    opaque: dict[str, str] = {}
-    with kept_state(model), _as_in_export():
-        for _ in range(MAX_ATTEMPTS):
+    task = _Task(model=model, forward=forward, batch=batch, num_samples=num_samples, use=use)
+    further = sorted({num_samples, *sizes} - set(TRACE_SIZES))
+    for _ in range(MAX_ATTEMPTS):
+        try:
+            graph = task.attempt((*TRACE_SIZES, *further))
+        except DataDependence as stop:
+            if stop.read is not None and task.is_check(stop.read):
+                continue
+            if not task.make_opaque(stop):
+                return blocked_graph(model, forward, batch, stop)
+            continue
+        why = difference(graph, model, forward, resize_batch(batch, num_samples, num_samples), num_samples)
+        return blocked_graph(model, forward, batch, DataDependence("", why)) if why else graph
+    raise AssertionError(f"capture did not settle: {task.opaque}")
+
+
+@dataclass(kw_only=True)
+class _Task:
+    """Hold what is to be captured, and what has been found out so far."""
+
+    model: nn.Module
+    forward: Forward
+    batch: Any
+    num_samples: int
+    use: Any
+    hooks: dict[str, str] = field(default_factory=dict)  # module path -> why it must run as it is
+    opaque: dict[str, str] = field(default_factory=dict)  # module path -> why it is run as a whole
+    checks: dict[ReadKey, Exception] = field(default_factory=dict)  # tests whose other outcome only raises
+    explored: set[ReadKey] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        found = ((path, hooked(module)) for path, module in self.model.named_modules())
+        self.hooks = {path: why for path, why in found if why}
+
+    def attempt(self, sizes: Sequence[int]) -> Graph:
+        """Trace at every size and make one graph of the traces."""
+        with kept_state(self.model), as_in_export():
+            traces = [self.trace(sizes[0], use=self.use)]
+            before = python_state(self.model)
+            for size in sizes[1:]:
+                traces.append(self.trace(size, use=self.use))
+            for path, name in changed_attributes(self.model, before):
+                raise DataDependence(path, f"its forward changes its own attribute {name!r}")
+        nodes = align(traces)
+        first, model = traces[0], self.model
+        inner = {path: model.get_submodule(path) for path in {n.opaque for n in nodes if n.opaque}}
+        return Graph(
+            nodes=nodes,
+            values=first.values,
+            constants=tuple(c.detach().clone() for c in first.constants),
+            output=first.output,
+            used_outputs=first.used,
+            rebinds=first.rebinds,
+            training=model.training,
+            opaque=dict(self.opaque),
+            module_params={p: _names(model, p, m.named_parameters()) for p, m in inner.items()},
+            module_buffers={p: _names(model, p, m.named_buffers()) for p, m in inner.items()},
+        )
+
+    def trace(self, size: int, *, use: Any = None, flip: ReadKey | None = None) -> Trace:
+        """Record one forward of ``size`` samples."""
+        batch = resize_batch(self.batch, self.num_samples, size, backwards=size != TRACE_SIZES[0])
+        recorder = self.recorder(batch, size, flip)
+        return _record(recorder, self.model, self.forward, batch, use)
+
+    def recorder(self, batch: Any, size: int, flip: ReadKey | None) -> Recorder:
+        """Make a recorder that knows what has been found out so far."""
+        return Recorder(
+            self.model,
+            leaves(batch),
+            opaque=self.opaque,
+            hooks=self.hooks,
+            num_samples=size,
+            checks=self.checks,
+            flip=flip,
+        )
+
+    def is_check(self, read: ReadKey) -> bool:
+        """Try the other outcome of a test on the data: a graph can repeat the test where that only raises."""
+        if read in self.explored:
+            return False
+        self.explored.add(read)
+        batch = resize_batch(self.batch, self.num_samples, TRACE_SIZES[0])
+        with kept_state(self.model), as_in_export():
+            recorder = self.recorder(batch, TRACE_SIZES[0], read)
             try:
-                return _capture_once(model, forward, batch, num_samples, use, opaque)
-            except DataDependence as stop:
-                if stop.module == "" or stop.module in opaque:
-                    return blocked_graph(model, forward, batch, stop)
-                _make_opaque(model, opaque, stop)
-    raise AssertionError(f"capture did not settle: {opaque}")
+                _record(recorder, self.model, self.forward, batch, None)
+            except DataDependence:
+                return False
+            except Exception as error:  # noqa: BLE001  whatever the forward raises is the answer
+                if recorder.calls_since_flip != 0:
+                    return False
+                self.checks[read] = error.with_traceback(None)
+                return True
+        return False
 
-
-def _make_opaque(model: nn.Module, opaque: dict[str, str], stop: DataDependence) -> None:
-    kind = type(model.get_submodule(stop.module))
-    for path, module in model.named_modules():
-        if path and type(module) is kind and kind is not nn.Sequential:
-            opaque[path] = stop.why
-    opaque[stop.module] = stop.why
-
-
-def _capture_once(
-    model: nn.Module, forward: Forward, batch: Any, num_samples: int, use: Any, opaque: dict[str, str]
-) -> Graph:
-    small, large = TRACE_SIZES
-    first = _record(model, forward, resize_batch(batch, num_samples, small), small, use, opaque, extreme=0.0)
-    again = _record(
-        model, forward, resize_batch(batch, num_samples, large), large, None, opaque, extreme=1 - 1e-7
-    )
-    nodes = _align(first, again)
-    inner = {path: model.get_submodule(path) for path in {n.opaque for n in nodes if n.opaque}}
-    return Graph(
-        nodes=nodes,
-        values=first.values,
-        constants=tuple(c.detach().clone() for c in first.constants),
-        output=_check_output(first, again),
-        used_outputs=getattr(first, "used", None),
-        rebinds=first.rebinds,
-        training=model.training,
-        opaque=dict(opaque),
-        module_params={p: _names(model, p, m.named_parameters()) for p, m in inner.items()},
-        module_buffers={p: _names(model, p, m.named_buffers()) for p, m in inner.items()},
-    )
+    def make_opaque(self, stop: DataDependence) -> bool:
+        """Have a module, and those of its class, run as a whole; False when that would be the whole model."""
+        path = stop.module
+        while path in self.opaque:
+            path = path.rpartition(".")[0]
+        if path == "":
+            return False
+        kind = type(self.model.get_submodule(path))
+        for other, module in self.model.named_modules():
+            if other and type(module) is kind and kind not in (nn.Sequential, nn.ModuleList):
+                self.opaque.setdefault(other, stop.why)
+        self.opaque[path] = stop.why
+        return True
 
 
 def _names(model: nn.Module, path: str, inner: Iterator[tuple[str, Tensor]]) -> tuple[str, ...]:
-    first = {id(t): n for n, t in (*_named(model.named_buffers()), *_named(model.named_parameters()))}
+    first = {id(t): n for n, t in (*model.named_buffers(), *model.named_parameters())}
     return tuple(first[id(t)] for _, t in inner)
 
 
-def _named(items: Iterator[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
-    return list(items)
-
-
-def resize_batch(batch: Any, num_samples: int, size: int) -> Any:
+def resize_batch(batch: Any, num_samples: int, size: int, *, backwards: bool = False) -> Any:
     """Take ``size`` samples of a batch of ``num_samples``, repeating samples where it has too few."""
-    index = [i % num_samples for i in range(size)]
+    index = [(num_samples - 1 - i if backwards else i) % num_samples for i in range(size)]
 
     def resize(leaf: Any) -> Any:
         if isinstance(leaf, Tensor) and leaf.ndim and leaf.shape[0] == num_samples:
@@ -98,28 +176,19 @@ def resize_batch(batch: Any, num_samples: int, size: int) -> Any:
     return map_leaves(resize, batch)
 
 
-def _record(
-    model: nn.Module,
-    forward: Forward,
-    batch: Any,
-    size: int,
-    use: Any,
-    opaque: dict[str, str],
-    *,
-    extreme: float,
-) -> Trace:
-    recorder = Recorder(model, leaves(batch), opaque=opaque, extreme=extreme, num_samples=size)
-    before = _python_state(model)
+def _record(recorder: Recorder, model: nn.Module, forward: Forward, batch: Any, use: Any) -> Trace:
     buffers = {name: id(buffer) for name, buffer in model.named_buffers()}
-    with patched_calls(recorder), recorder:
+    with patched_calls(recorder), Watch(recorder), recorder:
         output = forward(model, batch)
-    _check_python_state(model, before)
+    recorder.check_foreign_random()
+    if recorder.stopped is not None:  # a forward that caught it must not go on with it
+        raise recorder.stopped
     recorder.trace.output = map_leaves(lambda leaf: _output_leaf(recorder, leaf), output)
     for name, buffer in model.named_buffers():
         if id(buffer) != buffers.get(name):
             recorder.trace.rebinds[name] = recorder.info(buffer).ref
     if use is not None:
-        recorder.trace.used = _used_outputs(recorder, output, batch, use)  # type: ignore[attr-defined]
+        recorder.trace.used = _used_outputs(recorder, output, batch, use)
     return recorder.trace
 
 
@@ -131,162 +200,36 @@ def _output_leaf(recorder: Recorder, leaf: Any) -> Any:
     return None  # an object that cannot be carried between stages (a cache, say)
 
 
-class _Watch(torch.overrides.TorchFunctionMode):
+class _Touched(torch.overrides.TorchFunctionMode):
     """Note which tensor objects are ever an argument of a torch call."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.seen: set[int] = set()
+        self.seen: dict[int, Tensor] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Note the arguments and run the call."""
-        self.seen.update(id(leaf) for leaf in leaves((args, kwargs or {})) if isinstance(leaf, Tensor))
+        self.note((args, kwargs or {}))
         return func(*args, **(kwargs or {}))
+
+    def note(self, value: Any) -> None:
+        """Note the tensors inside nested values."""
+        self.seen.update((id(leaf), leaf) for leaf in leaves(value) if isinstance(leaf, Tensor))
 
 
 def _used_outputs(recorder: Recorder, output: Any, batch: Any, use: Any) -> frozenset[int] | None:
     """Find the values among the model's outputs that the loss touches (None: cannot tell, keep all)."""
-    watch = _Watch()
+    touched = _Touched()
     try:
-        with watch:
-            result = use(output, batch)
-    except Exception:  # the loss has its own say later, on a real microbatch
+        with touched:
+            touched.note(use(output, batch))
+    except Exception:  # noqa: BLE001  the loss has its own say later, on a real microbatch
         return None
-    touched = watch.seen | {id(leaf) for leaf in leaves(result)}
-    refs = [recorder.infos[id(t)].ref for t in leaves(output) if isinstance(t, Tensor) and id(t) in touched]
-    return frozenset(r.index for r in refs if isinstance(r, Value))
-
-
-# ---- two traces must be one graph ------------------------------------------------------------
-
-
-def _align(first: Trace, again: Trace) -> tuple[Node, ...]:
-    nodes = []
-    for a, b in zip(first.nodes, again.nodes, strict=False):
-        if _target_key(a) != _target_key(b) or a.module != b.module or len(a.outputs) != len(b.outputs):
-            raise DataDependence(_common(a.module, b.module), "its calls differ from one batch to another")
-        args = _align_value(a.args, b.args, a)
-        kwargs = _align_value(a.kwargs, b.kwargs, a)
-        nodes.append(dataclasses.replace(a, args=args, kwargs=kwargs))
-    if len(first.nodes) != len(again.nodes):
-        longer = max((first.nodes, again.nodes), key=len)
-        raise DataDependence(longer[len(nodes)].module, "its calls differ from one batch to another")
-    return tuple(nodes)
-
-
-def _target_key(node: Node) -> Any:
-    owner = getattr(node.target, "__self__", None)
-    return (getattr(node.target, "__name__", node.target), getattr(owner, "__name__", None), node.opaque)
-
-
-def _common(a: str, b: str) -> str:
-    parts = []
-    for x, y in zip(a.split("."), b.split("."), strict=False):
-        if x != y:
-            break
-        parts.append(x)
-    return ".".join(parts)
-
-
-def _align_value(a: Any, b: Any, node: Node) -> Any:
-    small, large = TRACE_SIZES
-    if isinstance(a, REFS) or isinstance(b, REFS):
-        if a != b:
-            raise DataDependence(node.module, "it uses other tensors from one batch to another")
-        return a
-    if isinstance(a, dict) and isinstance(b, dict) and a.keys() == b.keys():
-        return {k: _align_value(a[k], b[k], node) for k in a}
-    if isinstance(a, slice) and isinstance(b, slice):
-        parts = zip((a.start, a.stop, a.step), (b.start, b.stop, b.step), strict=True)
-        return slice(*(_align_value(x, y, node) for x, y in parts))
-    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)) and len(a) == len(b):
-        parts_list = [_align_value(x, y, node) for x, y in zip(a, b, strict=True)]
-        return parts_list if isinstance(a, list) else tuple(parts_list)
-    if type(a) is int and type(b) is int and a != b:
-        scale, rest = divmod(b - a, large - small)
-        if rest == 0:
-            return Affine(scale, a - scale * small)
-    if _same_constant(a, b):
-        return a
-    raise DataDependence(node.module, f"a value in it depends on the batch ({a!r:.60} or {b!r:.60})")
-
-
-def _same_constant(a: Any, b: Any) -> bool:
-    if a is b or type(a) is not type(b):
-        return a is b
-    if callable(a) or isinstance(a, (torch.Generator,)):
-        return True  # a function made anew by each forward
-    try:
-        return bool(a == b) or (a != a and b != b)
-    except Exception:
-        return False
-
-
-def _check_output(first: Trace, again: Trace) -> Any:
-    a, b = leaves(first.output), leaves(again.output)
-    if len(a) != len(b) or any(isinstance(x, REFS) != isinstance(y, REFS) for x, y in zip(a, b, strict=True)):
-        raise DataDependence("", "the model's output has another structure from one batch to another")
-    return first.output
-
-
-# ---- leave the model as it was ----------------------------------------------------------------
-
-
-def _python_state(model: nn.Module) -> dict[str, dict[str, Any]]:
-    return {path: dict(vars(module)) for path, module in model.named_modules()}
-
-
-def _check_python_state(model: nn.Module, before: dict[str, dict[str, Any]]) -> None:
-    """Refuse to look into a module that counts its calls in plain Python numbers."""
-    for path, module in model.named_modules():
-        for name, value in vars(module).items():
-            old = before.get(path, {}).get(name, value)
-            if type(value) in (int, float, bool, str) and type(old) is type(value) and old != value:
-                raise DataDependence(path, f"its forward changes its own attribute {name!r}")
-
-
-@contextlib.contextmanager
-def kept_state(model: nn.Module) -> Iterator[None]:
-    """Put buffers, attributes and random states back after the forwards of a capture."""
-    import random
-
-    import numpy
-
-    attributes = {module: dict(vars(module)) for module in model.modules()}
-    registered = {module: dict(module._buffers) for module in model.modules()}
-    tensors = {id(t): (t, t.detach().clone()) for m in model.modules() for t in _held_tensors(m)}
-    states = torch.get_rng_state(), random.getstate(), numpy.random.get_state()
-    try:
-        yield
-    finally:
-        for module, values in attributes.items():
-            module.__dict__.clear()
-            module.__dict__.update(values)
-            module._buffers.clear()
-            module._buffers.update(registered[module])
-        with torch.no_grad():
-            for tensor, old in tensors.values():
-                tensor.copy_(old)
-        torch.set_rng_state(states[0])
-        random.setstate(states[1])
-        numpy.random.set_state(states[2])
-
-
-def _held_tensors(module: nn.Module) -> list[Tensor]:
-    held = [b for b in module._buffers.values() if b is not None]
-    held += [v for v in vars(module).values() if isinstance(v, Tensor) and v.is_leaf]
-    return [t for t in held if t.device.type != "meta"]
-
-
-@contextlib.contextmanager
-def _as_in_export() -> Iterator[None]:
-    """Tell libraries that ask that a graph is being captured, so that they leave data-dependent checks out."""
-    before = torch.compiler._is_compiling_flag
-    torch.compiler._is_compiling_flag = True
-    try:
-        yield
-    finally:
-        torch.compiler._is_compiling_flag = before
+    given = {id(t): recorder.infos[id(t)].ref for t in leaves(output) if isinstance(t, Tensor)}
+    for key in touched.seen:
+        if key not in given and key in recorder.infos and isinstance(recorder.infos[key].ref, Value):
+            raise DataDependence("", "the loss uses a tensor of the forward that the model does not return")
+    return frozenset(r.index for key, r in given.items() if key in touched.seen and isinstance(r, Value))
 
 
 # ---- a model that cannot be looked into -----------------------------------------------------------
@@ -303,8 +246,6 @@ def blocked_graph(model: nn.Module, forward: Forward, batch: Any, stop: DataDepe
         return forward(model, replace_leaves(batch, list(batch_leaves)))
 
     run.__name__ = "forward"
-    size = len([x for x in leaves(batch) if isinstance(x, Tensor)])
-    assert size >= 0
     node = Node(
         target=run,
         args=tuple(Input(i) for i in range(count)),

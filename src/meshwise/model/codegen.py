@@ -8,7 +8,6 @@ added up in one order under every layout.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -91,7 +90,7 @@ class Writer:
         self.names: dict[str, Any] = {
             "torch": torch,
             "no_grad": torch.no_grad,
-            "nullcontext": contextlib.nullcontext,
+            "autocast": torch.autocast,
         }
         self.lines: list[str] = []
         self.sites: list[Site] = []
@@ -191,10 +190,14 @@ class Writer:
             call = f"{self.bind('f', node.target)}({', '.join(args)})"
         for name in node_params(self.graph, node) if node.opaque else ():
             self.site(name, unit)
-        self.lines.extend(self._assign(node, call) if node.grad else self._without_grad(node, call))
+        self.lines.extend(self._in_contexts(node, self._assign(node, call)))
 
-    def _without_grad(self, node: Node, call: str) -> list[str]:
-        return ["with no_grad():", *("    " + line for line in self._assign(node, call))]
+    def _in_contexts(self, node: Node, lines: list[str]) -> list[str]:
+        contexts = [] if node.grad else ["no_grad()"]
+        contexts += [f"autocast({d!r}, {self.bind('c', dtype)}, {on})" for d, on, dtype in node.autocast]
+        if not contexts:
+            return lines
+        return [f"with {', '.join(contexts)}:", *("    " + line for line in lines)]
 
     def _assign(self, node: Node, call: str) -> list[str]:
         if node.opaque == "<model>":

@@ -98,6 +98,7 @@ class Node:
     module: str  # dotted path of the innermost module
     call: int  # number of the innermost module call
     grad: bool  # autograd was on
+    autocast: tuple[Any, ...] = ()  # (device type, on, dtype) where autocast was set in the forward itself
     mutates: tuple[Ref, ...] = ()
     random: bool = False
     opaque: str = ""  # path of the module when the call is a whole module of the user's
@@ -119,6 +120,7 @@ class ValueInfo:
     storage: int
     sendable: bool
     bytes_per_sample: float
+    dynamic: bool = False  # its shape depends on data
 
 
 @dataclass(frozen=True, kw_only=True)

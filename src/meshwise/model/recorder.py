@@ -3,41 +3,47 @@
 from __future__ import annotations
 
 import contextlib
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ..tree import leaves, leaves_with_paths, map_leaves
+from .cost import estimate_call_seconds
 from .graph import Attribute, BatchNormRow, Buffer, Constant, Input, Node, Param, Ref, Value, ValueInfo
-
-METADATA = frozenset(
-    "size dim numel nelement is_floating_point is_complex is_contiguous stride storage_offset element_size"
-    " get_device ndimension type is_same_size __len__ __repr__ __format__ __hash__ is_pinned is_shared"
-    " is_signed is_conj is_neg is_inference has_names untyped_storage data_ptr _is_view is_nested"
-    " result_type can_cast promote_types broadcast_shapes is_set_to __reduce_ex__ __deepcopy__ is_tensor"
-    " _has_compatible_shallow_copy_type is_grad_enabled is_autocast_enabled".split()
+from .guards import Check, check_shape
+from .looks import (
+    METADATA,
+    SHAPE_READS,
+    SIDE_EFFECTS,
+    autocast_state,
+    decided,
+    describe,
+    foreign_random_state,
+    generators_of,
+    reads_for_shape,
+    shape_of_first,
 )
-SHAPE_READS = frozenset("size numel nelement __len__ shape".split())
-DATA_SHAPES = frozenset(
-    "nonzero argwhere masked_select unique unique_consecutive _unique2 repeat_interleave".split()
-)
-SIDE_EFFECTS = frozenset("register_hook requires_grad_ retain_grad".split())
-SENSITIVE_LAYOUTS = (torch.strided,)
-_PATCH_LOCK = threading.RLock()
+from .watch import Scope, called_in_transform, in_transform, storage_of, tensors_in
+
+ReadKey = tuple[str, int]  # module path, and how many reads in that module came before
 
 
-class DataDependence(Exception):
-    """Stop a trace: Python looked at a value that only running the model can tell."""
+class DataDependence(BaseException):
+    """Stop a trace: Python looked at a value that only running the model can tell.
 
-    def __init__(self, module: str, why: str) -> None:
+    ``read`` names a test that Python made, which the other outcome may show to be a mere check. It is no
+    Exception, so that a forward does not catch it.
+    """
+
+    def __init__(self, module: str, why: str, read: ReadKey | None = None) -> None:
         super().__init__(why)
         self.module = module
         self.why = why
+        self.read = read
 
 
 @dataclass(slots=True)
@@ -45,27 +51,31 @@ class Info:
     """Hold what the recorder knows of one live tensor object."""
 
     ref: Ref
-    tainted: bool  # depends on the batch, on parameters or on random numbers
+    tainted: bool  # depends on the batch, on parameters, on buffers or on random numbers
     dynamic: bool = False  # its shape depends on data
+    unit: bool = False  # one number drawn from [0, 1)
 
 
 @dataclass
 class Trace:
     """Hold the raw result of recording one forward."""
 
+    size: int  # samples in the batch
     nodes: list[Node] = field(default_factory=list)
     values: dict[int, ValueInfo] = field(default_factory=dict)
     constants: list[Tensor] = field(default_factory=list)
+    readers: list[str] = field(default_factory=list)  # the module that first reads each constant
     output: Any = None
-    output_objects: Any = None
+    used: frozenset[int] | None = None
     rebinds: dict[str, Ref] = field(default_factory=dict)
 
 
 class Recorder(TorchFunctionMode):
     """Record the torch calls of one forward, seen from above autograd and autocast.
 
-    ``opaque`` names modules that are run as a whole, each with the reason. ``extreme`` is what a 0-dim
-    ``torch.rand`` returns: two traces with 0 and almost 1 show whether a branch on it can go two ways.
+    ``opaque`` names modules that are run as a whole, each with the reason; ``hooks`` those that must be for
+    their hooks' sake. ``checks`` are tests on the data that are known to be mere checks; ``flip`` is a test
+    to answer the other way, to see whether it is one.
     """
 
     def __init__(
@@ -74,64 +84,116 @@ class Recorder(TorchFunctionMode):
         batch_leaves: list[Any],
         *,
         opaque: dict[str, str],
-        extreme: float,
+        hooks: Mapping[str, str],
         num_samples: int,
+        checks: Mapping[ReadKey, Exception],
+        flip: ReadKey | None = None,
     ) -> None:
         super().__init__()
-        self.trace = Trace()
-        self.opaque = opaque
-        self.extreme = extreme
+        self.trace = Trace(size=num_samples)
+        self.opaque, self.hooks, self.checks, self.flip = opaque, hooks, checks, flip
+        self.calls_since_flip = -1  # -1: not flipped
+        self.reads: dict[str, int] = {}
         self.num_samples = num_samples
-        self.recording = True
+        self.stopped: DataDependence | None = None
+        self.scope: Scope | None = None
         self.keep: list[Any] = []
         self.infos: dict[int, Info] = {}
+        self.storages: dict[int, int] = {}  # memory known so far -> its place in the order
+        self.born: set[int] = set()
         self.stack: list[tuple[str, int]] = [("", 0)]
         self.num_calls = 0
-        self.paths: dict[int, str] = {}
-        for path, module in model.named_modules(remove_duplicate=True):
-            self.paths[id(module)] = path
+        self.paths = {id(module): path for path, module in model.named_modules()}
+        self.generators = generators_of(model)
+        self.foreign = foreign_random_state()
+        self.devices = {"cpu", *(p.device.type for p in model.parameters())} - {"meta"}
+        self.autocast = autocast_state(self.devices)
         self._learn_state(model, batch_leaves)
 
     def _learn_state(self, model: nn.Module, batch_leaves: list[Any]) -> None:
         for path, module in model.named_modules():
             for name, value in vars(module).items():
                 if isinstance(value, Tensor):
-                    self._learn(value, Attribute(path, name), tainted=False)
+                    self._learn(value, Attribute(path, name), tainted=True)
         for name, buffer in model.named_buffers():
-            self._learn(buffer, Buffer(name), tainted=False)
+            self._learn(buffer, Buffer(name), tainted=True)
         for name, parameter in model.named_parameters():
             self._learn(parameter, Param(name), tainted=True)
         for index, leaf in enumerate(batch_leaves):
             if isinstance(leaf, Tensor):
                 self._learn(leaf, Input(index), tainted=True)
 
+    # ---- what is known of tensors --------------------------------------------------------------
+
     def _learn(self, tensor: Tensor, ref: Ref, *, tainted: bool, dynamic: bool = False) -> None:
         self.keep.append(tensor)
         self.infos[id(tensor)] = Info(ref, tainted, dynamic)
+        if not isinstance(ref, Constant):
+            self.note_storage(tensor)
+
+    def note_storage(self, tensor: Tensor) -> None:
+        """Remember that a tensor's memory belongs to the trace."""
+        storage = storage_of(tensor)
+        if storage is None:
+            self.keep.append(tensor)
+            self.born.add(id(tensor))
+        elif storage not in self.storages:
+            self.keep.append(tensor.untyped_storage())
+            self.storages[storage] = len(self.storages)
+
+    def knows(self, tensor: Tensor, storage: int | None, *, before: int) -> bool:
+        """Tell whether a tensor (no constant) was there when ``before`` pieces of memory were known."""
+        found = self.infos.get(id(tensor))
+        if found is not None:
+            return not isinstance(found.ref, Constant)
+        if storage is None:
+            return id(tensor) in self.born
+        return self.storages.get(storage, before) < before
+
+    def is_tainted(self, tensor: Tensor) -> bool:
+        """Tell whether a tensor's values may differ from one microbatch to another (yes where unknown)."""
+        found = self.infos.get(id(tensor))
+        return found is None or found.tainted
 
     @property
     def module(self) -> str:
         """Name the innermost module that is running."""
         return self.stack[-1][0]
 
-    def refuse(self, why: str) -> None:
+    def refuse(self, why: str) -> NoReturn:
         """Stop the trace because of something in the innermost module."""
-        raise DataDependence(self.module, why)
+        self.stop(DataDependence(self.module, why))
+
+    def stop(self, why: DataDependence) -> NoReturn:
+        """Stop the trace, even where the forward catches everything."""
+        self.stopped = self.stopped or why
+        raise why
 
     def info(self, tensor: Tensor) -> Info:
-        """Look a tensor up; one never seen before becomes a constant of the graph."""
+        """Look a tensor up; one that was there before the trace becomes a constant of the graph."""
         found = self.infos.get(id(tensor))
         if found is not None:
             return found
-        if tensor.grad_fn is not None:
-            self.refuse("a tensor with a gradient history came from a call that torch does not show")
+        if tensor.grad_fn is not None or self.knows(tensor, storage_of(tensor), before=len(self.storages)):
+            self.refuse("it uses a tensor that came from a call that torch does not show")
         self.trace.constants.append(tensor)
+        self.trace.readers.append(self.module)
         self._learn(tensor, Constant(len(self.trace.constants) - 1), tainted=False)
         return self.infos[id(tensor)]
 
     def template(self, value: Any) -> Any:
         """Replace the tensors inside nested arguments by references."""
         return map_leaves(lambda leaf: self.info(leaf).ref if isinstance(leaf, Tensor) else leaf, value)
+
+    @contextlib.contextmanager
+    def inside(self, scope: Scope) -> Iterator[None]:
+        """Run one call as a whole: nothing within it is recorded."""
+        scope.since = len(self.storages)
+        outer, self.scope = self.scope, scope
+        try:
+            yield
+        finally:
+            self.scope = outer
 
     # ---- torch calls -------------------------------------------------------------------------
 
@@ -140,23 +202,29 @@ class Recorder(TorchFunctionMode):
     ) -> Any:
         """Run one torch call and record it."""
         kwargs = kwargs or {}
-        if not self.recording:
+        if self.scope is not None or in_transform():  # in a transform, its operators are recorded instead
             return func(*args, **kwargs)
         name = getattr(func, "__name__", str(func))
         if name == "__get__":
             return self._read_property(func, args, kwargs)
-        if name in METADATA:
+        if name in METADATA and not (name == "type" and len(args) + len(kwargs) > 1):
             self._check_shape_read(name, args)
-            return func(*args, **kwargs)
+            with self.inside(Scope(allowed=None)):
+                return func(*args, **kwargs)
+        self.calls_since_flip += self.calls_since_flip >= 0
         if name == "backward":
             self.refuse("it calls backward() inside its forward")
+        if name == "register_hook":
+            self.refuse("it registers a hook on a tensor")
         return self._run(func, name, args, kwargs)
 
     def _read_property(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        with torch._C.DisableTorchFunction():
+        with torch._C.DisableTorchFunction(), self.inside(Scope(allowed=None)):
             result = func(*args, **kwargs)
         owner = getattr(getattr(func, "__self__", None), "__name__", "")
-        if isinstance(result, Tensor) and owner not in ("grad", "_base"):
+        if isinstance(result, Tensor) and owner in ("grad", "_base"):
+            self.refuse(f"it reads .{owner} of a tensor")
+        if isinstance(result, Tensor):
             return self._run(func, owner, args, kwargs)
         self._check_shape_read(owner, args)
         return result
@@ -168,26 +236,18 @@ class Recorder(TorchFunctionMode):
                 self.refuse("Python reads the size of a tensor whose size depends on the data")
 
     def _run(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if name == "rand" and not leaves(args) and kwargs.get("out") is None:
-            return self._scalar_rand(func, args, kwargs)
-        inputs = [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        inputs = tensors_in((args, kwargs))
         for tensor in inputs:
             self.info(tensor)
-        if name == "batch_norm":
-            return self._batch_norm(func, args, kwargs, inputs)
-        return self.call(func, name, args, kwargs, inputs)
-
-    def _scalar_rand(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        result = func(*args, **kwargs).fill_(self.extreme)
-        return self._store(func, args, kwargs, result, [], random=True, tainted=False)
-
-    def _batch_norm(self, func: Any, args: Any, kwargs: Any, inputs: list[Tensor]) -> Any:
-        row = self._read_row(args, kwargs)
-        return self.call(func, "batch_norm", args, kwargs, inputs, row=row)
+        row = self._read_row(args, kwargs) if name == "batch_norm" else None
+        result = self.call(func, name, args, kwargs, inputs, row=row)
+        if name == "rand" and not inputs and isinstance(result, Tensor) and result.numel() == 1:
+            self.infos[id(result)].unit = True
+        return result
 
     def _read_row(self, args: Any, kwargs: Any) -> BatchNormRow | None:
         names = "input running_mean running_var weight bias training momentum eps cudnn_enabled".split()
-        if getattr(args[0], "ndim", 0) and len(args) + len(kwargs) == 9:  # torch.batch_norm has another order
+        if len(args) + len(kwargs) == 9:  # torch.batch_norm has another order
             names = "input weight bias running_mean running_var training momentum eps cudnn_enabled".split()
         bound = dict(zip(names, args, strict=False)) | kwargs
         if not bound.get("training", False):
@@ -196,20 +256,42 @@ class Recorder(TorchFunctionMode):
             k: self.info(bound[k]).ref if isinstance(bound.get(k), Tensor) else None
             for k in ("input", "running_mean", "running_var", "weight", "bias")
         }
-        plain = all(
-            refs[k] is None or isinstance(refs[k], kind)
-            for k, kind in (
-                ("weight", Param),
-                ("bias", Param),
-                ("running_mean", Buffer),
-                ("running_var", Buffer),
-            )
-        )
-        if not plain:
+        kinds = {"weight": Param, "bias": Param, "running_mean": Buffer, "running_var": Buffer}
+        if not all(refs[k] is None or isinstance(refs[k], kind) for k, kind in kinds.items()):
             self.refuse("its batch norm takes a weight or statistics that are no parameter or buffer")
-        momentum, eps = bound.get("momentum", 0.1), bound.get("eps", 1e-5)
-        shape, dtype = args[0].shape, args[0].dtype
-        return BatchNormRow(momentum=momentum, eps=eps, channels=shape[1], dtype=dtype, **refs)  # type: ignore[arg-type]
+        x = bound["input"]
+        return BatchNormRow(
+            momentum=bound.get("momentum", 0.1),
+            eps=bound.get("eps", 1e-5),
+            channels=x.shape[1],
+            dtype=x.dtype,
+            **refs,  # type: ignore[arg-type]
+        )
+
+    def whole_call(self, target: Any, run: Any, name: str, args: Any, kwargs: Any) -> Any:
+        """Record a custom autograd function or a script function (``target``) as one call."""
+        if self.scope is not None:
+            return run(*args, **kwargs)
+        if in_transform():
+            self.refuse(f"it calls {name} inside a torch.func transform")
+        inputs = tensors_in((args, kwargs))
+        for tensor in inputs:
+            self.info(tensor)
+        return self.call(target, name, args, kwargs, inputs, keep=True)
+
+    def loose_operator(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run an operator that no call seen from Python holds: record it in a transform, else refuse it."""
+        inputs = tensors_in((args, kwargs))
+        if called_in_transform():
+            if func._schema.is_mutable:
+                self.refuse("it changes a tensor in place inside a torch.func transform")
+            for tensor in inputs:
+                self.info(tensor)
+            return self.call(func, func.__name__, args, kwargs, inputs)
+        seen = any(self.knows(t, storage_of(t), before=len(self.storages)) for t in inputs)
+        if seen or torch.Tag.nondeterministic_seeded in func.tags:
+            self.refuse(f"it makes a call that torch does not show ({func.__name__})")
+        return func(*args, **kwargs)
 
     def call(
         self,
@@ -218,34 +300,62 @@ class Recorder(TorchFunctionMode):
         args: Any,
         kwargs: Any,
         inputs: list[Tensor],
+        *,
         row: BatchNormRow | None = None,
+        keep: bool = False,
     ) -> Any:
         """Run a call on real tensors and store it as a node when it makes or changes a tensor."""
         versions = [t._version for t in inputs]
-        rng = torch.default_generator.get_state()
-        result = func(*args, **kwargs)
-        random = not torch.equal(rng, torch.default_generator.get_state())
+        states = [g.get_state() for g in self.generators]
+        scope = Scope(allowed=inputs, keep=keep)
+        with self.inside(scope):
+            result = func(*args, **kwargs)
+        if scope.hidden:
+            self.refuse(f"{name} uses a tensor that is not among its arguments")
+        random = not all(torch.equal(g.get_state(), s) for g, s in zip(self.generators, states, strict=True))
         mutated = [t for t, v in zip(inputs, versions, strict=True) if t._version != v]
         tainted = random or any(self.infos[id(t)].tainted for t in inputs)
-        made = [leaf for leaf in leaves(result) if isinstance(leaf, Tensor)]
+        if isinstance(func, torch.jit.ScriptFunction) and not random and not scope.touched:
+            tainted = not self._only_sizes(inputs)
+        if tainted and len(inputs) == 1 and self.infos[id(inputs[0])].unit and decided(name, args):
+            tainted = False
+        made = tensors_in(result)
         if not made and not mutated and not random and name not in SIDE_EFFECTS:
-            if tainted and result is not None:
-                self.refuse(f"Python reads the data of a tensor ({name})")
-            return result
-        if made and not tainted and not all(isinstance(leaf, Tensor) for leaf in leaves(result)):
-            tainted = tainted or bool(inputs)
-        dynamic = self._dynamic(name, args, kwargs, inputs)
+            return self._read_data(func, name, args, kwargs, result) if tainted else result
+        if tainted and any(isinstance(leaf, (int, float, str)) for leaf in leaves(result)):
+            self.refuse(f"Python reads the data of a tensor ({name})")
+        dynamic = tainted and self._dynamic(name, args, kwargs, inputs, scope.data_shaped)
         return self._store(
             func, args, kwargs, result, mutated, random=random, tainted=tainted, dynamic=dynamic, row=row
         )
 
-    def _dynamic(self, name: str, args: Any, kwargs: Any, inputs: list[Tensor]) -> bool:
-        if name in DATA_SHAPES or (name == "where" and len(args) + len(kwargs) == 1):
+    def _only_sizes(self, inputs: list[Tensor]) -> bool:
+        """Tell whether a script function that ran no operator on its inputs saw but sizes (no fused code)."""
+        return not any(self.infos[id(t)].dynamic or t.device.type != "cpu" for t in inputs)
+
+    def _read_data(self, func: Any, name: str, args: Any, kwargs: Any, result: Any) -> Any:
+        """Let Python see a test on the data only where its other outcome is known to raise."""
+        if result is None:
+            return None
+        why = f"Python reads the data of a tensor ({name})"
+        if type(result) is not bool:
+            self.refuse(why)
+        count = self.reads[self.module] = self.reads.get(self.module, -1) + 1
+        key = (self.module, count)
+        if key in self.checks:
+            check = Check(func, result, self.checks[key])
+            self._store(check, args, kwargs, None, [], random=False, tainted=True)
+            return result
+        if key == self.flip:
+            self.calls_since_flip = 0
+            return not result
+        self.stop(DataDependence(self.module, why, key))
+
+    def _dynamic(self, name: str, args: Any, kwargs: Any, inputs: list[Tensor], data_shaped: bool) -> bool:
+        if data_shaped and reads_for_shape(name, args, kwargs):
             return True
-        if name == "__getitem__":
-            index = [leaf for leaf in leaves(args[1:]) if isinstance(leaf, Tensor)]
-            if any(t.dtype in (torch.bool, torch.uint8) for t in index):
-                return True
+        if inputs and shape_of_first(name):
+            return self.infos[id(inputs[0])].dynamic
         return any(self.infos[id(t)].dynamic for t in inputs)
 
     def _store(
@@ -264,10 +374,13 @@ class Recorder(TorchFunctionMode):
     ) -> Any:
         template = self.template((tuple(args), dict(kwargs)))
         mutates = tuple(self.info(t).ref for t in mutated)
+        if any(isinstance(ref, (Constant, Attribute)) for ref in mutates) and not opaque:
+            self.refuse("it changes a tensor in place that is neither made in the forward nor a buffer")
         for tensor in mutated:
             self.infos[id(tensor)].tainted |= tainted
         outputs = self._name_outputs(result, tainted, dynamic)
         module, call = self.stack[-1]
+        state = autocast_state(self.devices)
         self.trace.nodes.append(
             Node(
                 target=func,
@@ -277,27 +390,25 @@ class Recorder(TorchFunctionMode):
                 module=module,
                 call=call,
                 grad=torch.is_grad_enabled(),
+                autocast=tuple(s for s, ambient in zip(state, self.autocast, strict=True) if s != ambient),
                 mutates=mutates,
                 random=random,
                 opaque=opaque,
                 row=row,
-                cost=self._cost(func, args, result),
+                cost=estimate_call_seconds(func, args, result) / self.num_samples,
             )
         )
         return result
-
-    def _cost(self, func: Any, args: Any, result: Any) -> float:
-        from .cost import estimate_call_seconds
-
-        return estimate_call_seconds(func, args, result) / self.num_samples
 
     def _name_outputs(self, result: Any, tainted: bool, dynamic: bool) -> tuple[tuple[Any, int], ...]:
         outputs = []
         for path, leaf in leaves_with_paths(result):
             if isinstance(leaf, Tensor) and id(leaf) not in self.infos:
                 index = len(self.trace.values)
-                self.trace.values[index] = describe(leaf, len(self.trace.nodes), self.num_samples)
-                self._learn(leaf, Value(index), tainted=tainted, dynamic=dynamic)
+                varies = dynamic and leaf.ndim > 0
+                info = describe(leaf, len(self.trace.nodes), self.num_samples, dynamic=varies)
+                self.trace.values[index] = info
+                self._learn(leaf, Value(index), tainted=tainted, dynamic=varies)
                 outputs.append((path, index))
         return tuple(outputs)
 
@@ -306,115 +417,75 @@ class Recorder(TorchFunctionMode):
     def module_call(self, module: nn.Module, original: Any, args: Any, kwargs: Any) -> Any:
         """Follow the user into a module, or run it as a whole when it is opaque."""
         path = self.paths.get(id(module))
-        if path is None or not self.recording:
+        if path is None or self.scope is not None:
             return original(module, *args, **kwargs)
+        self.check_foreign_random()
         self.num_calls += 1
-        why = self.opaque.get(path) or hooked(module)
+        why = self.opaque.get(path) or self.hooks.get(path)
         if why and path != "":
             self.opaque.setdefault(path, why)
         self.stack.append((path, self.num_calls))
         try:
             if path in self.opaque and path != "":
                 return self._opaque_call(path, module, original, args, kwargs)
-            return original(module, *args, **kwargs)
+            result = original(module, *args, **kwargs)
+            self.check_foreign_random()
+            return result
         finally:
             self.stack.pop()
 
+    def check_foreign_random(self) -> None:
+        """Refuse Python's and numpy's random numbers, which a graph cannot draw anew."""
+        now = foreign_random_state()
+        if now != self.foreign:
+            self.foreign = now
+            self.refuse("it draws random numbers from Python's or numpy's generator")
+
     def _opaque_call(self, path: str, module: nn.Module, original: Any, args: Any, kwargs: Any) -> Any:
-        inputs = [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        inputs = tensors_in((args, kwargs))
+        self._check_opaque(path, module)
         watched = [*inputs, *module.buffers()]
         versions = [t._version for t in watched]
         for tensor in watched:
             self.info(tensor)
-        self.recording = False
-        try:
+        inner = [*module.parameters(), *module.buffers()]
+        inner += [v for m in module.modules() for v in vars(m).values() if isinstance(v, Tensor)]
+        scope = Scope(allowed=[*inputs, *inner], keep=True)
+        with self.inside(scope):
             result = original(module, *args, **kwargs)
-        finally:
-            self.recording = True
+        self.foreign = foreign_random_state()
+        if scope.hidden:
+            self._refuse_around(path, "uses tensors that are neither its arguments nor its own")
+        self._check_plain_results(path, (args, kwargs), result)
         mutated = [t for t, v in zip(watched, versions, strict=True) if t._version != v]
-        self._check_no_batch_norm(path, module)
-        return self._store(
-            module, args, kwargs, result, mutated, random=True, tainted=True, dynamic=False, opaque=path
-        )
+        self._store(module, args, kwargs, result, mutated, random=True, tainted=True, opaque=path)
+        if scope.data_shaped:
+            self._pin_shapes(path, result)
+        return result
 
-    def _check_no_batch_norm(self, path: str, module: nn.Module) -> None:
+    def _refuse_around(self, path: str, what: str) -> None:
+        around = path.rpartition(".")[0]
+        self.stop(DataDependence(around, f'"{path}", which runs as a whole ({self.opaque[path]}), {what}'))
+
+    def _check_opaque(self, path: str, module: nn.Module) -> None:
+        if in_transform():
+            self._refuse_around(path, "is called inside a torch.func transform")
         for name, child in module.named_modules():
             if isinstance(child, nn.modules.batchnorm._BatchNorm) and child.training:
                 inner = f"{path}.{name}" if name else path
-                raise DataDependence(
-                    "", f'BatchNorm "{inner}" is inside "{path}", which cannot be looked into'
-                )
+                why = f'BatchNorm "{inner}" is inside "{path}", which cannot be looked into'
+                self.stop(DataDependence("", f"{why} ({self.opaque[path]})"))
 
+    def _check_plain_results(self, path: str, given: Any, result: Any) -> None:
+        known = {id(leaf) for leaf in leaves(given)}
+        for leaf in leaves(result):
+            if leaf is None or isinstance(leaf, Tensor):
+                continue
+            if isinstance(leaf, (bool, int, float, complex, str)) or id(leaf) not in known:
+                self._refuse_around(path, f"returns a {type(leaf).__name__}, which may depend on the data")
 
-def hooked(module: nn.Module) -> str:
-    """Say which hooks of the user's make a module one that must run as it is, or return ''."""
-    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    found = [kind.strip("_").replace("_", " ") for kind in kinds if getattr(module, kind, None)]
-    return f"it has {found[0]}" if found else ""
-
-
-def describe(tensor: Tensor, producer: int, num_samples: int) -> ValueInfo:
-    """State what a traced tensor looked like."""
-    strided = tensor.layout == torch.strided and type(tensor) in (Tensor, nn.Parameter)
-    storage = tensor.untyped_storage()._cdata if strided else -1
-    return ValueInfo(
-        producer=producer,
-        shape=tuple(tensor.shape),
-        dtype=str(tensor.dtype),
-        storage=storage,
-        sendable=strided and not overlaps(tensor),
-        bytes_per_sample=tensor.numel() * tensor.element_size() / num_samples,
-    )
-
-
-def overlaps(tensor: Tensor) -> bool:
-    """Tell whether different elements share memory, expanded (stride 0) dims aside."""
-    dims = sorted(
-        (st, sz) for st, sz in zip(tensor.stride(), tensor.shape, strict=True) if st != 0 and sz > 1
-    )
-    reach = 0
-    for stride, size in dims:
-        if stride <= reach:
-            return True
-        reach += stride * (size - 1)
-    return False
-
-
-@contextlib.contextmanager
-def patched_calls(recorder: Recorder) -> Iterator[None]:
-    """Route module calls and custom autograd functions through ``recorder`` for a while."""
-    original_call = nn.Module.__call__
-    original_apply = torch.autograd.Function.__dict__["apply"]
-
-    def module_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return recorder.module_call(module, original_call, args, kwargs)
-
-    def function_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        run = original_apply.__get__(None, cls)
-        if not recorder.recording:
-            return run(*args, **kwargs)
-        inputs = [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        for tensor in inputs:
-            recorder.info(tensor)
-        recorder.recording = False
-        try:
-            return _record_function(recorder, cls, run, args, kwargs, inputs)
-        finally:
-            recorder.recording = True
-
-    with _PATCH_LOCK:
-        nn.Module.__call__ = module_call  # type: ignore[method-assign]
-        torch.autograd.Function.apply = classmethod(function_apply)  # type: ignore[method-assign,assignment]
-        try:
-            yield
-        finally:
-            nn.Module.__call__ = original_call  # type: ignore[method-assign]
-            torch.autograd.Function.apply = original_apply  # type: ignore[method-assign]
-
-
-def _record_function(recorder: Recorder, cls: Any, run: Any, args: Any, kwargs: Any, inputs: Any) -> Any:
-    def apply(*a: Any, **k: Any) -> Any:
-        return run(*a, **k)
-
-    apply.__name__ = cls.__name__
-    return recorder.call(apply, cls.__name__, args, kwargs, inputs)
+    def _pin_shapes(self, path: str, result: Any) -> None:
+        """Have each microbatch check that an opaque module's results are shaped as the code around it saw."""
+        for tensor in tensors_in(result):
+            args = (tensor, tuple(tensor.shape), path)
+            self._store(check_shape, args, {}, None, [], random=False, tainted=False)

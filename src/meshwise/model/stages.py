@@ -13,7 +13,6 @@ from ..errors import CaptureError
 from .codegen import Segment, Site, compile_piece, stage_pieces
 from .graph import Buffer, Constant, Graph, Input, Value
 from .place import Placement, repeat_cuts
-from .recorder import DATA_SHAPES
 from .units import Liveness, Unit, analyse, choose_cuts, find_units
 
 
@@ -98,8 +97,8 @@ def _check_rows(graph: Graph, liveness: Liveness, has_rows: bool) -> None:
 
 def is_static(graph: Graph) -> bool:
     """Tell whether shapes and gradients are the same for every batch of one structure."""
-    names = {getattr(n.target, "__name__", "") for n in graph.nodes}
-    return not graph.blocked and not any(n.opaque for n in graph.nodes) and not (names & DATA_SHAPES)
+    dynamic = any(info.dynamic for info in graph.values.values())
+    return not graph.blocked and not any(n.opaque for n in graph.nodes) and not dynamic
 
 
 def data_buffers(graph: Graph) -> frozenset[str]:

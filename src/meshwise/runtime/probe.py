@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from ..errors import JobError
 from ..job import Job
-from ..model.capture import kept_state, resize_batch
+from ..model.capture import resize_batch
+from ..model.keep import kept_state
 from ..tree import leaves, map_leaves
 from .losses import Weigher, count_items, count_samples, find_kind, loss_of, perturbed
 
