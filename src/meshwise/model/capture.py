@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..errors import CaptureError
 from ..tree import leaves, map_leaves, replace_leaves
-from .align import align
+from .align import agree, align
 from .graph import REFS, Graph, Input, Node, Ref, Value
 from .keep import as_in_export, changed_attributes, kept_state, python_state
 from .looks import hooked
@@ -49,7 +50,10 @@ def capture(
     model's state, its buffers and the random state are left as they were. Every rank calls it on one model.
     """
     task = _Task(model=model, forward=forward, batch=batch, num_samples=num_samples, use=use)
-    further = sorted({num_samples, *sizes} - set(TRACE_SIZES))
+    norms = (m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm) and m.training)
+    least = 1 if next(norms, None) is None else TRACE_SIZES[0]  # a batch norm refuses a sample alone
+    further = sorted(n for n in {num_samples, *sizes} - set(TRACE_SIZES) if n >= least)
+    checked = max(num_samples, least)
     for _ in range(MAX_ATTEMPTS):
         try:
             graph = task.attempt((*TRACE_SIZES, *further))
@@ -59,9 +63,31 @@ def capture(
             if not task.make_opaque(stop):
                 return blocked_graph(model, forward, batch, stop)
             continue
-        why = difference(graph, model, forward, resize_batch(batch, num_samples, num_samples), num_samples)
+        why = difference(graph, model, forward, resize_batch(batch, num_samples, checked), checked)
         return blocked_graph(model, forward, batch, DataDependence("", why)) if why else graph
     raise AssertionError(f"capture did not settle: {task.opaque}")
+
+
+def check_size(graph: Graph, model: nn.Module, forward: Forward, batch: Any, *, num_samples: int) -> None:
+    """Make sure that a graph holds for another number of samples than it was captured for, as ``capture`` does.
+
+    Raises CaptureError when the forward does something else there.
+    """
+    if graph.blocked or (num_samples < TRACE_SIZES[0] and any(n.row is not None for n in graph.nodes)):
+        return
+    task = _Task(model=model, forward=forward, batch=batch, num_samples=num_samples, use=None)
+    task.opaque.update(graph.opaque)
+    task.checks.update(graph.checks)
+    try:
+        with kept_state(model), as_in_export():
+            agree(graph, task.trace(num_samples))
+    except DataDependence as stop:
+        where = f'module "{stop.module}"' if stop.module else type(model).__name__
+        raise CaptureError(
+            f"the model was captured for other numbers of samples than {num_samples}, for which {where} does "
+            f"something else ({stop.why}). Make all microbatches equally large: a batch_size and a number of "
+            "samples that microbatch_size divides, or drop_last=True."
+        ) from None
 
 
 @dataclass(kw_only=True)
@@ -103,6 +129,7 @@ class _Task:
             rebinds=first.rebinds,
             training=model.training,
             opaque=dict(self.opaque),
+            checks=dict(self.checks),
             module_params={p: _names(model, p, m.named_parameters()) for p, m in inner.items()},
             module_buffers={p: _names(model, p, m.named_buffers()) for p, m in inner.items()},
         )
