@@ -21,7 +21,7 @@ from .launch.environment import detect
 from .launch.local import run_ranks
 from .layout import Layout
 from .report.progress import Progress
-from .runtime.train import Reporter, Span, run_training
+from .epochs import Reporter, Span, run_training
 from .session import Session, choose_layout
 
 

@@ -9,8 +9,8 @@ from .errors import VerifyError
 from .job import Job
 from .launch.local import run_ranks
 from .layout import Layout
-from .runtime.fingerprint import KINDS, StepPrints, stages_of, take_prints
-from .runtime.plain import NoDropout, compare_plain
+from .compare.fingerprint import KINDS, StepPrints, stages_of, take_prints
+from .compare.plain import NoDropout, compare_plain
 from .session import Session, choose_layout
 
 PLAIN_TOLERANCE = 1e-10  # float64, relative to max(1, |value|): rounding of another order of additions

@@ -128,6 +128,7 @@ class Gradients:
         return hook
 
     def collect(self, stage: int, m: int, k: int, leaf_grads: list[Tensor | None], cell: Cell) -> None:
+        """Take the gradients a cell's backward left; the slot's last microbatch hands them to the reduction."""
         segment = self.engine.state(stage, m)[2].segments[k]
         if leaf_grads:
             self._add_grads(stage, m, segment.sites, leaf_grads, segment.row_sites, k)

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..events import EpochEnded, Event, RunEnded, RunStarted, StepEnded
+from .events import EpochEnded, Event, RunEnded, RunStarted, StepEnded
 
 if TYPE_CHECKING:
-    from ..session import Session
+    from .session import Session
 
 KEPT_CHECKPOINTS = 2
 SHOW_SECONDS = 0.1
@@ -81,7 +81,7 @@ def _run_started(session: Session, span: Span, folder: Path, per_epoch: int | No
 
 def batch_note(session: Session) -> str:
     """Say what a batch is under the layout."""
-    from ..grid import microbatch_sizes
+    from .grid import microbatch_sizes
 
     job, layout = session.job, session.layout
     sizes = microbatch_sizes(job.batch_size, job.microbatch)

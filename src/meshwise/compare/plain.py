@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from .losses import loss_of
-from .update import build_optimizer
+from ..runtime.losses import loss_of
+from ..runtime.update import build_optimizer
 
 if TYPE_CHECKING:
     from ..session import Session

@@ -1,0 +1,1 @@
+"""What two runs must agree on: fingerprints, and the plain loop of the user."""
