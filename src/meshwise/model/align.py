@@ -10,7 +10,7 @@ import numpy
 import torch
 
 from ..tree import leaves
-from .graph import REFS, Affine, Node
+from .graph import REFS, Affine, Graph, Node
 from .recorder import DataDependence, Trace
 
 DIFFERS = "its calls differ from one batch to another"
@@ -23,13 +23,28 @@ def align(traces: Sequence[Trace]) -> tuple[Node, ...]:
     """
     first, again, *others = traces
     nodes = tuple(_align_nodes(first, again, _Pair(first.size, again.size)))
+    first = dataclasses.replace(first, nodes=list(nodes))
     for other in others:
-        for _ in _align_nodes(dataclasses.replace(first, nodes=list(nodes)), other, _At(other.size)):
-            pass
+        _align_nodes(first, other, _At(other.size))
     for other in traces[1:]:
-        _check_constants(first, other)
-        _check_output(first, other)
+        _check_rest(first, other)
     return nodes
+
+
+def agree(graph: Graph, trace: Trace) -> None:
+    """Check a trace at a further size against a graph. Raises DataDependence naming what differs."""
+    constants = list(graph.constants)
+    known = Trace(
+        size=0,
+        nodes=list(graph.nodes),
+        constants=constants,
+        readers=[""] * len(constants),
+        output=graph.output,
+        used=trace.used,
+        rebinds=graph.rebinds,
+    )
+    _align_nodes(known, trace, _At(trace.size))
+    _check_rest(known, trace)
 
 
 class _Pair:
@@ -121,6 +136,11 @@ def _same_constant(a: Any, b: Any) -> bool:
         return bool(a == b) or (a != a and b != b)
     except Exception:  # noqa: BLE001  an object that cannot be compared is another one
         return False
+
+
+def _check_rest(first: Trace, again: Trace) -> None:
+    _check_constants(first, again)
+    _check_output(first, again)
 
 
 def _check_constants(first: Trace, again: Trace) -> None:

@@ -69,7 +69,7 @@ def capture(
 
 
 def check_size(graph: Graph, model: nn.Module, forward: Forward, batch: Any, *, num_samples: int) -> None:
-    """Make sure that a graph holds for another number of samples than it was captured for, as ``capture`` does.
+    """Make sure that a graph holds for another number of samples than it was captured for.
 
     Raises CaptureError when the forward does something else there.
     """

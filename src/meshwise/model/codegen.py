@@ -1,9 +1,10 @@
 """Turn a range of a graph's nodes into one Python function without interpreter overhead.
 
 A segment function has the form ``segment(inputs, values, leaves, buffers, rows, batch, seed)`` and gives
-``(values out, rebound buffers)``. ``leaves`` are the parameters, one *site* for each unit that uses one:
-a parameter used by several units has several sites, so that what each unit contributes to its gradient is
-added up in one order under every layout.
+``(values out, rebound buffers)``. ``seed(unit, host)`` seeds torch's generators and, with ``host``, Python's
+and numpy's. ``leaves`` are the parameters, one *site* for each unit that uses one: a parameter used by
+several units has several sites, so that what each unit contributes to its gradient is added up in one order
+under every layout.
 """
 
 from __future__ import annotations
@@ -168,11 +169,17 @@ class Writer:
             node = self.graph.nodes[i]
             unit = self._part(self.unit_of[i])
             if (node.random or node.opaque) and last_seed != unit:
-                self.lines.append(f"seed({unit})")
+                self.lines.append(f"seed({unit}{', True' if self._runs_opaque(i) else ''})")
                 last_seed = unit
             self._write_node(i, node, unit)
             self._drop_dead(i, node)
         return self._wrap()
+
+    def _runs_opaque(self, i: int) -> bool:
+        """Tell whether a unit runs code that may draw from Python's and numpy's generators too."""
+        unit = self.unit_of[i]
+        nodes = range(i, self.piece.stop)
+        return any(self.graph.nodes[k].opaque for k in nodes if self.unit_of[k] == unit)
 
     def _part(self, unit: int) -> int:
         """Number a unit; what a coupled row parts from its start has sites and random numbers of its own."""
@@ -282,7 +289,7 @@ class Writer:
 def compile_piece(
     graph: Graph, liveness: Liveness, units: Sequence[Unit], piece: Piece, *, statistics: str = "batch"
 ) -> Segment:
-    """Compile one piece of a graph. ``statistics`` "microbatch": BatchNorm rows return their own statistics."""
+    """Compile one piece of a graph; with ``statistics`` "microbatch" BatchNorm rows return their own."""
     writer = Writer(graph, liveness, units, piece, statistics)
     source = writer.write()
     namespace = dict(writer.names)

@@ -141,6 +141,7 @@ class Graph:
     training: bool
     blocked: str = ""
     opaque: dict[str, str] = field(default_factory=dict)  # module path -> why it is run as a whole
+    checks: dict[tuple[str, int], Exception] = field(default_factory=dict)  # tests the graph repeats -> error
     module_params: dict[str, tuple[str, ...]] = field(default_factory=dict)  # of opaque modules
     module_buffers: dict[str, tuple[str, ...]] = field(default_factory=dict)
 

@@ -48,7 +48,7 @@ def _replay(graph: Graph, model: nn.Module, inputs: list[Any], size: int) -> lis
         [buffers[name].clone() for name in segment.buffers],
         None,
         size,
-        lambda unit: None,
+        lambda unit, host=False: None,
         attribute,
     )
     values = dict(zip(segment.gives, out, strict=True))

@@ -5,6 +5,7 @@ All ranks look the same structures up in the same order, so they always hold the
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Hashable, Set
 from typing import Any
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 from ..job import Job
 from ..layout import Layout
-from ..model.capture import capture
+from ..model.capture import capture, check_size
 from ..model.graph import Graph
 from ..model.place import Placement
 from ..model.stages import Staged, build_stages
@@ -80,6 +81,8 @@ class Book:
         self.pages: dict[Hashable, Staged] = {}
         self.graphs: dict[Hashable, Graph] = {}
         self.programs: dict[Any, Any] = {}
+        self.checked: dict[Hashable, set[int]] = {}  # of each graph, the numbers of samples it holds for
+        self.sizes: tuple[int, ...] = ()  # numbers of samples that microbatches are known to have
         self.opaque: set[str] = set()
         self.settings: Hashable = None
 
@@ -108,8 +111,24 @@ class Book:
         if found is None:
             found = self.pages[key] = self._capture(key[:3], data, num_samples, joint)
             self._leave_out(found.graph)
+            self.checked[structure, self.settings, training] = self.checked[key[:3]]
+            self.graphs[structure, self.settings, training] = self.graphs[key[:3]]
             self.pages[structure, self.settings, training, joint] = found
+        self._check_size(key[:3], data, num_samples)
         return key, found
+
+    def _autocast(self) -> Any:
+        """Give the context that computes in the job's precision, and remembers no cast weight."""
+        if self.job.precision == "bf16":
+            return torch.autocast(self.device.type, dtype=torch.bfloat16, cache_enabled=False)
+        return contextlib.nullcontext()
+
+    def _check_size(self, key: Hashable, data: Any, num_samples: int) -> None:
+        """Make sure that a graph holds for this number of samples. Raises CaptureError when it does not."""
+        if num_samples not in self.checked[key]:
+            with self._autocast():
+                check_size(self.graphs[key], self.model, self.forward, data, num_samples=num_samples)
+            self.checked[key].add(num_samples)
 
     def _leave_out(self, graph: Graph) -> None:
         """Leave opaque modules out of what is watched from now on: they may well count their own calls."""
@@ -121,7 +140,11 @@ class Book:
     def _capture(self, key: Hashable, data: Any, num_samples: int, joint: bool) -> Staged:
         if key not in self.graphs:
             use = loss_of(self.job) if self.model.training and self.job.loss_kind != "batch" else None
-            self.graphs[key] = capture(self.model, self.forward, data, num_samples=num_samples, use=use)
+            with self._autocast():
+                self.graphs[key] = capture(
+                    self.model, self.forward, data, num_samples=num_samples, use=use, sizes=self.sizes
+                )
+            self.checked[key] = {num_samples, *self.sizes}
         statistics = "microbatch" if self.job.batch_norm == "microbatch" and self.model.training else "batch"
         staged = build_stages(
             self.graphs[key],

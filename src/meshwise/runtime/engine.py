@@ -7,10 +7,12 @@ group's transport never makes them wait that way; in memory several ranks take t
 from __future__ import annotations
 
 import contextlib
+import random
 import time
 from collections.abc import Generator, Sequence
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor, nn
 
@@ -247,10 +249,14 @@ class Engine:
         seed, step = self.job.seed, self.step_index
         generator = torch.default_generator
 
-        def seed_unit(unit: int) -> None:
-            generator.manual_seed(mix(seed, step, m, unit))
+        def seed_unit(unit: int, host: bool = False) -> None:
+            value = mix(seed, step, m, unit)
+            generator.manual_seed(value)
             if self.device.type != "cpu":
-                torch.manual_seed(mix(seed, step, m, unit))
+                torch.manual_seed(value)
+            if host:  # modules that run as a whole may draw from these too
+                random.seed(value)
+                numpy.random.seed(value % (1 << 32))
 
         return seed_unit
 
