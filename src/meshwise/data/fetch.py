@@ -129,7 +129,7 @@ def _tensor_rows(dataset: Any, ids: Sequence[int]) -> list[torch.Tensor] | None:
         dataset = dataset.dataset
     if type(dataset) is not TensorDataset:
         return None
-    index = torch.as_tensor(ids)
+    index = torch.from_numpy(np.array(ids, dtype=np.int64))  # much faster than from a list
     return [tensor.index_select(0, index.to(tensor.device)).contiguous() for tensor in dataset.tensors]
 
 

@@ -71,6 +71,7 @@ class Reducer:
         self.num_bytes = 0
         self.num_exchanges = 0
         self.flats: dict[Any, Tensor] = {}
+        self.total, self.ranges = 0, ()  # type: tuple[int, Sequence[Range]]
 
     def begin(
         self, total: int, ranges: Sequence[Range], *, presence_known: bool, likes: Sequence[Tensor]
@@ -80,16 +81,29 @@ class Reducer:
         ``likes[site]`` is the parameter a site belongs to. ``presence_known``: every member has a gradient
         for just the sites that every other member has one for.
         """
-        me = self.group.index(self.transport.rank)
-        self.total, self.ranges, self.likes, self.presence_known = total, ranges, likes, presence_known
-        self.covers = [tree_cover(total, low, high) for low, high in ranges]
-        self.stack = TreeStack(total, *ranges[me])
+        self.likes, self.presence_known = likes, presence_known
+        if (total, ranges) != (self.total, self.ranges):
+            self._share(total, ranges)
         for bucket in self.buckets:
             bucket.nodes, bucket.pending, bucket.launched = {}, None, False
 
+    def _share(self, total: int, ranges: Sequence[Range]) -> None:
+        """Settle which nodes of the tree each member reduces; without exactness its whole range is one node."""
+        self.total, self.ranges = total, ranges
+        self.mine = ranges[self.group.index(self.transport.rank)]
+        if self.exact:
+            self.covers = [tree_cover(total, low, high) for low, high in ranges]
+            self.stack = TreeStack(total, *self.mine)
+        else:
+            self.covers = [((low, high),) if low < high else () for low, high in ranges]
+
     def push(self, index: int, slot: int, grads: Grads) -> None:
         """Hand over the gradients of one slot for a bucket (they are changed in place from now on)."""
-        self.stack.push(self.buckets[index].nodes, slot, grads, add_grads)
+        nodes = self.buckets[index].nodes
+        if self.exact:
+            self.stack.push(nodes, slot, grads, add_grads)
+        else:
+            nodes[self.mine] = add_grads(nodes[self.mine], grads) if nodes else grads
 
     def launch(self, index: int) -> None:
         """Start the exchange of a bucket whose slots are all pushed; always in the order of the buckets."""
@@ -173,10 +187,8 @@ class Reducer:
         return [_view(total, o, like) for o, like in zip(offsets, likes, strict=True)]
 
     def _plain(self, dtype: torch.dtype) -> bool:
-        if not self.exact and dtype in EXACT_ALL_REDUCE:
-            return all(len(c) <= 1 for c in self.covers)
         one_each = len(self.group) == 2 and all(len(c) <= 1 for c in self.covers)
-        return one_each and dtype in EXACT_ALL_REDUCE
+        return not self.exact or (one_each and dtype in EXACT_ALL_REDUCE)
 
     def _flat(self, key: Any, length: int, like: Tensor) -> Tensor:
         flat = self.flats.get(key)

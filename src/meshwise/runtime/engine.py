@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ..data.order import mix
-from ..errors import CaptureError, JobError
+from ..errors import JobError
 from ..job import Job
 from ..layout import Layout
 from ..model.codegen import Site
@@ -34,7 +34,7 @@ from .losses import Weigher, loss_of
 from .losstable import LossTable
 from .messages import Messages
 from .rows import couple_backward, couple_forward, couple_loss
-from .step import Share, StepBatch, StepResult
+from .step import Share, StepBatch, StepResult, mixed_step
 
 Steps = Generator[None, None, Any]
 
@@ -372,14 +372,6 @@ class Engine:
             self.outgoing[-stage, m] = taken
 
 
-def mixed_step(step: int) -> CaptureError:
-    """Make the error for microbatches of one step that do not all use the same parameters."""
-    return CaptureError(
-        f"step {step}: some of its microbatches use other parameters than others (a branch on a value in the "
-        "batch?). Let all samples of a step take the same path, or choose it with tensors inside the model."
-    )
-
-
 def hand_over(values: Values) -> Values:
     """Cut autograd between two cells of one rank: the same memory, new leaves."""
     return tuple(
@@ -400,4 +392,5 @@ def rebuild_output(staged: Staged, gives: Values, whole: Any, inputs: Sequence[A
             return inputs[leaf.index]
         return None if isinstance(leaf, REFS) else leaf
 
-    return map_leaves(find, staged.graph.output)
+    output = staged.graph.output
+    return values.get(output.index) if isinstance(output, Value) else map_leaves(find, output)

@@ -1,4 +1,4 @@
-"""The end of a step: sums of gradients, tied weights, norm, clipping, update, buffers."""
+"""The end of a step: sums of gradients, tied weights, norm, clipping, update."""
 
 from __future__ import annotations
 
@@ -6,13 +6,12 @@ from collections.abc import Generator
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..model.codegen import PART_BITS, Site
 from ..model.stages import Staged
 from ..parallel.packet import wait_for
-from ..tree import leaves
-from .cells import split_prefix
+from .buffers import commit_buffers
 from .step import StepResult
 from .update import block_norms, clip_grads, combine_norms, run_hooks
 
@@ -34,7 +33,7 @@ def finish_step(engine: Engine) -> Generator[None, None, StepResult]:
         run_hooks(engine.hooks)
         norm = yield from _clip(engine)
         _update(engine)
-        yield from _commit_buffers(engine)
+        yield from commit_buffers(engine)
     return StepResult(
         step=engine.step_index,
         loss=_total_loss(engine, losses, measures),
@@ -91,21 +90,28 @@ def site_position(staged: Staged, site: Site) -> int:
 
 def _set_grads(engine: Engine, factor: float) -> Steps:
     """Put the whole gradient of each parameter in its ``.grad``: its sites added up, last used first."""
-    by_name: dict[str, list[tuple[int, Tensor | None]]] = {}
-    for (_, site), grad in engine.gradients.sums.items():
-        by_name.setdefault(site[0], []).append((site_position(engine.staged, site), grad))
-    yield from _exchange_ties(engine, by_name)
-    grads = []
-    for name, parts in by_name.items():
-        grad = _fold_sites(parts)
+    by_name: dict[str, Tensor | None]
+    tied = [(n, h) for n, h in holders(engine).items() if len(h) > 1] if engine.layout.pp > 1 else []
+    by_name = {site[0]: grad for (_, site), grad in engine.gradients.sums.items()}
+    if tied or len(by_name) < len(engine.gradients.sums):
+        by_name = yield from _add_sites(engine, tied)
+    for name, grad in by_name.items():
         engine.parameters[name].grad = grad
-        if grad is not None:
-            grads.append(grad)
     if factor != 1.0:
+        grads = [grad for grad in by_name.values() if grad is not None]
         torch._foreach_mul_([g for g in grads if not g.is_sparse], factor)
         for grad in grads:
             if grad.is_sparse:
                 grad.mul_(factor)
+
+
+def _add_sites(engine: Engine, tied: list[tuple[str, list[int]]]) -> Steps:
+    """Add up the gradients of parameters with several sites, here or on several pipeline ranks."""
+    by_name: dict[str, list[tuple[int, Tensor | None]]] = {}
+    for (_, site), grad in engine.gradients.sums.items():
+        by_name.setdefault(site[0], []).append((site_position(engine.staged, site), grad))
+    yield from _exchange_ties(engine, by_name, tied)
+    return {name: _fold_sites(parts) for name, parts in by_name.items()}
 
 
 def _fold_sites(parts: list[tuple[int, Tensor | None]]) -> Tensor | None:
@@ -122,8 +128,9 @@ def holders(engine: Engine) -> dict[str, list[int]]:
     return {name: placed.ranks(name) for name in placed.params}
 
 
-def _exchange_ties(engine: Engine, by_name: dict[str, list[tuple[int, Tensor | None]]]) -> Steps:
-    tied = [(n, h) for n, h in holders(engine).items() if len(h) > 1]
+def _exchange_ties(
+    engine: Engine, by_name: dict[str, list[tuple[int, Tensor | None]]], tied: list[tuple[str, list[int]]]
+) -> Steps:
     mine = [(i, n, h) for i, (n, h) in enumerate(tied) if engine.pp_index in h and n in by_name]
     for i, name, ranks in mine:
         parts = sorted(by_name[name], key=lambda p: p[0])
@@ -162,8 +169,7 @@ def _clip(engine: Engine) -> Steps:
         zip([n for n, _ in mine], block_norms([g for _, g in mine if g is not None], kind), strict=True)
     )
     if len(engine.pp_group) > 1:
-        members = yield from wait_for(engine.transport.all_gather_object(norms, engine.pp_group))
-        norms = {k: v for member in members for k, v in member.items()}
+        norms = yield from _tell_norms(engine, norms)
     ordered = [norms[n] for n in engine.parameters if n in norms]
     norm = combine_norms(ordered, kind)
     grads = [p.grad for _, p in named if p.grad is not None]
@@ -172,95 +178,24 @@ def _clip(engine: Engine) -> Steps:
     return norm
 
 
+def _tell_norms(engine: Engine, norms: dict[str, float]) -> Steps:
+    """Give the norms of all pipeline ranks' parameters to each of them."""
+    rows = [(1.0, norms[name]) if name in norms else (0.0, 0.0) for name in engine.parameters]
+    table = torch.tensor(rows, dtype=torch.float64).to(engine.device)
+    members = yield from wait_for(engine.transport.all_gather(table, engine.pp_group))
+    return {
+        name: norm
+        for member in members
+        for name, (held, norm) in zip(engine.parameters, member.tolist(), strict=True)
+        if held
+    }
+
+
 def _update(engine: Engine) -> None:
     assert engine.optimizer is not None
     engine.optimizer.step()
     if engine.scheduler is not None:
         engine.scheduler.step()
-
-
-# ---- buffers ---------------------------------------------------------------------------------------
-
-
-def _commit_buffers(engine: Engine) -> Steps:
-    """Give buffers the value that the step's last microbatch left, the same on all replicas."""
-    states = [engine.state(s, engine.local[0] if engine.local else 0)[2] for s in engine.my_stages]
-    all_states = [
-        s for by_stage in engine.states.values() for s in by_stage.values() if id(s) in engine.begun
-    ]
-    changed: dict[str, Tensor] = {}
-    for state in all_states:
-        changed.update(state.candidates)
-    yield from _fold_statistics(engine, all_states, changed)
-    row_buffers = {
-        b.name
-        for st in states
-        for seg in st.segments
-        if seg.row
-        for b in (seg.row.running_mean, seg.row.running_var)
-        if b
-    }
-    data = set().union(*(st.staged.data_buffers for st in all_states)) if all_states else set()
-    opaque = any(st.staged.graph.opaque or st.staged.graph.blocked for st in all_states)
-    shared = (set(changed) & (data | engine.unlike_buffers)) - row_buffers
-    idle = engine.share.has_idle and _has_changes(states)
-    first, engine.compares_buffers = engine.compares_buffers, False
-    if len(engine.dp_group) > 1 and (opaque or shared or idle or first):
-        wanted = {k: v for k, v in changed.items() if k not in row_buffers}
-        members = yield from wait_for(engine.transport.all_gather_object(wanted, engine.dp_group))
-        last = next(m for m, n in zip(members[::-1], engine.share.counts[::-1], strict=True) if n)
-        engine.unlike_buffers |= {k for m in members for k, v in m.items() if not _same_bits(v, last.get(k))}
-        changed.update(last)
-    for name, value in changed.items():
-        _write(engine.model, name, value)
-
-
-def _same_bits(a: Tensor, b: Tensor | None) -> bool:
-    if b is None or a.shape != b.shape or a.dtype != b.dtype:
-        return False
-    flat = (t.contiguous().reshape(-1).view(torch.uint8) for t in (a, b))
-    return torch.equal(*flat)
-
-
-def _has_changes(states: list[Any]) -> bool:
-    return any(segment.changes or segment.rebinds for state in states for segment in state.segments)
-
-
-def _fold_statistics(engine: Engine, states: list[Any], changed: dict[str, Tensor]) -> Steps:
-    """Fold the running statistics of ``batch_norm="microbatch"`` in microbatch order."""
-    rows = [
-        (st, k, n, row)
-        for st in states
-        for k, seg in enumerate(st.segments)
-        for n, row in enumerate(seg.statistics)
-    ]
-    if not rows:
-        return
-    mine = [{m: _plain(st.statistics.get((m, k, n))) for m in engine.local} for st, k, n, _ in rows]
-    members = yield from wait_for(engine.transport.all_gather_object(mine, engine.dp_group))
-    for i, (state, _, _, row) in enumerate(rows):
-        pairs = {m: pair for member in members for m, pair in member[i].items() if pair is not None}
-        names = (row.running_mean.name, row.running_var.name)
-        mean, var = (changed.get(n, state.buffer_of(n)) for n in names)
-        for m in sorted(pairs):
-            mean = mean * (1 - row.momentum) + pairs[m][0] * row.momentum
-            var = var * (1 - row.momentum) + pairs[m][1] * row.momentum
-        changed[names[0]], changed[names[1]] = mean, var
-
-
-def _plain(pair: Any) -> Any:
-    return None if pair is None else tuple(t.detach() for t in leaves(pair))
-
-
-def _write(model: nn.Module, name: str, value: Tensor) -> None:
-    path, last = split_prefix(name)
-    module = model.get_submodule(path)
-    current = module._buffers.get(last)
-    with torch.no_grad():
-        if current is not None and current.shape == value.shape and current.dtype == value.dtype:
-            current.copy_(value)
-        else:
-            module._buffers[last] = value.detach().clone()
 
 
 __all__ = ["finish_step", "holders", "site_position"]

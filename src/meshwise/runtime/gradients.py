@@ -29,6 +29,7 @@ class Gradients:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.reducer: Reducer | None = None
+        self.staged: Staged | None = None  # the graph that sites and buckets were last made for
         self.sites: list[tuple[int, Site]] = []
         self.bucket_of: dict[tuple[int, int], list[int]] = {}
         self.overlap_hooks: list[Any] = []
@@ -44,9 +45,8 @@ class Gradients:
         engine, reducer = self.engine, self.reducer
         assert reducer is not None
         self.sums, self.row_sums = {}, {}
-        likes = [engine.parameters[site[0]] for _, site in self.sites]
         known = staged.static and not engine.share.has_idle
-        reducer.begin(len(engine.share.slots), engine.share.replicas, presence_known=known, likes=likes)
+        reducer.begin(len(engine.share.slots), engine.share.replicas, presence_known=known, likes=self.likes)
         self.pushed = dict.fromkeys(range(len(reducer.buckets)), 0)
         self.next_launch = 0
         low, high = engine.share.replicas[engine.dp_index]
@@ -54,11 +54,15 @@ class Gradients:
 
     def _setup(self, staged: Staged) -> None:
         engine = self.engine
+        if self.staged is staged:
+            return
+        self.staged = staged
         sites = [(s, site) for s in engine.my_stages for site in staged.sites(s)]
         if self.reducer is not None and sites == self.sites:
             return
         self.remove_overlap()
         self.sites, self.bucket_of = sites, {}
+        self.likes = [engine.parameters[site[0]] for _, site in sites]
         self.mark = float(zlib.crc32(repr(sites).encode()))  # tells replicas whether they mean the same sites
         index = {key: k for k, key in enumerate(sites)}
         buckets: list[list[int]] = []

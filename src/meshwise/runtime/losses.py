@@ -60,7 +60,7 @@ def _scalar(value: Any) -> Tensor:
     if not isinstance(value, Tensor) or value.numel() != 1:
         shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
         raise JobError(f"the loss must be one number, but it is {shape}; take its mean() or sum().")
-    return value.reshape(())
+    return value if value.ndim == 0 else value.reshape(())
 
 
 def _own_loss(output: Any, batch: Any) -> Tensor:

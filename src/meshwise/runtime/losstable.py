@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..errors import NonFiniteError
 from ..parallel.packet import wait_for
+from .step import mixed_step
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -84,8 +85,6 @@ class LossTable:
         engine = self.engine
         marks = {float(parts[rank][0, 2]) for rank in engine.dp_group}
         if len(marks) > 1:
-            from .engine import mixed_step
-
             raise mixed_step(engine.step_index)
 
     def check(self, losses: Sequence[float]) -> bool:

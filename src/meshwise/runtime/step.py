@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..errors import CaptureError
 from ..grid import Range, slot_ranges, split_evenly
 
 
@@ -91,6 +92,14 @@ class StepResult:
     def __str__(self) -> str:
         norm = "" if self.grad_norm is None else f", gradient norm {self.grad_norm:.6g}"
         return f"step {self.step}: loss {self.loss:.6g}{norm}, {self.num_samples} samples"
+
+
+def mixed_step(step: int) -> CaptureError:
+    """Make the error for microbatches of one step that do not all use the same parameters."""
+    return CaptureError(
+        f"step {step}: some of its microbatches use other parameters than others (a branch on a value in the "
+        "batch?). Let all samples of a step take the same path, or choose it with tensors inside the model."
+    )
 
 
 def as_sequence(value: Any) -> Sequence[Any]:
