@@ -18,14 +18,15 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import CaptureError
-from ..tree import leaves, map_leaves, replace_leaves
+from ..tree import leaves, map_leaves
 from .align import agree, align
 from .graph import REFS, Graph, Input, Node, Ref, Value
 from .keep import as_in_export, changed_attributes, kept_state, python_state
 from .looks import hooked
 from .patches import patched_calls
-from .recorder import DataDependence, ReadKey, Recorder, Trace
+from .recorder import Recorder
 from .selfcheck import difference
+from .trace import DataDependence, ReadKey, Trace
 from .watch import Watch
 
 Forward = Callable[[nn.Module, Any], Any]
@@ -116,6 +117,8 @@ class _Task:
             for size in sizes[1:]:
                 traces.append(self.trace(size, use=self.use))
             for path, name in changed_attributes(self.model, before):
+                if any(path == o or path.startswith(f"{o}.") for o in self.opaque):
+                    continue
                 raise DataDependence(path, f"its forward changes its own attribute {name!r}")
         nodes = align(traces)
         first, model = traces[0], self.model
@@ -214,9 +217,17 @@ def _record(recorder: Recorder, model: nn.Module, forward: Forward, batch: Any, 
     for name, buffer in model.named_buffers():
         if id(buffer) != buffers.get(name):
             recorder.trace.rebinds[name] = recorder.info(buffer).ref
+    _check_changed_inputs(recorder, leaves(recorder.trace.output), "the model returns")
     if use is not None:
         recorder.trace.used = _used_outputs(recorder, output, batch, use)
     return recorder.trace
+
+
+def _check_changed_inputs(recorder: Recorder, refs: Sequence[Any], who: str) -> None:
+    """Refuse a changed batch that is looked at afterwards: other stages hold the batch as it was."""
+    changed = {ref for node in recorder.trace.nodes for ref in node.mutates if isinstance(ref, Input)}
+    if changed & {ref for ref in refs if isinstance(ref, Input)}:
+        raise DataDependence("", f"{who} a tensor of the batch, which the forward changes in place")
 
 
 def _output_leaf(recorder: Recorder, leaf: Any) -> Any:
@@ -252,6 +263,8 @@ def _used_outputs(recorder: Recorder, output: Any, batch: Any, use: Any) -> froz
             touched.note(use(output, batch))
     except Exception:  # noqa: BLE001  the loss has its own say later, on a real microbatch
         return None
+    known = [recorder.infos[key].ref for key in touched.seen if key in recorder.infos]
+    _check_changed_inputs(recorder, known, "the loss uses")
     given = {id(t): recorder.infos[id(t)].ref for t in leaves(output) if isinstance(t, Tensor)}
     for key in touched.seen:
         if key not in given and key in recorder.infos and isinstance(recorder.infos[key].ref, Value):
@@ -267,10 +280,10 @@ def blocked_graph(model: nn.Module, forward: Forward, batch: Any, stop: DataDepe
     for name, module in model.named_modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training:
             stop.why += f'; "{name}" is a BatchNorm inside it'
-    count = len(leaves(batch))
+    count = sum(isinstance(leaf, Tensor) for leaf in leaves(batch))
 
-    def run(*batch_leaves: Any) -> Any:
-        return forward(model, replace_leaves(batch, list(batch_leaves)))
+    def run(data: Any) -> Any:
+        return forward(model, data)
 
     run.__name__ = "forward"
     node = Node(

@@ -190,7 +190,7 @@ class Writer:
         if node.row is not None:
             call = self._batch_norm_call(i, node, unit)
         elif node.opaque == "<model>":
-            call = f"{self.bind('f', node.target)}(*inputs)"
+            call = f"{self.bind('f', node.target)}(inputs.data)"
         else:
             args = [self.expression(a, unit) for a in node.args]
             args += [f"{k}={self.expression(v, unit)}" for k, v in node.kwargs.items()]
@@ -256,6 +256,7 @@ class Writer:
     def _wrap(self) -> str:
         changed = self._changed_values()
         head = ["def segment(inputs, values, leaves, buffers, rows, batch, seed, attribute):"]
+        head += self._private_inputs()
         if self.takes:
             head.append(f"    ({''.join(f'v{v}, ' for v in self.takes)}) = values")
             head += [
@@ -271,6 +272,14 @@ class Writer:
         rebinds += [f"s{k}" for k in range(len(self.statistics))]
         tail = f"    return {out}, ({''.join(r + ', ' for r in rebinds)})"
         return "\n".join([*head, *("    " + line for line in self.lines), tail]) + "\n"
+
+    def _private_inputs(self) -> list[str]:
+        """Copy what the piece changes of the batch: a recomputation starts from the batch as it was."""
+        nodes = self.graph.nodes[self.piece.start : self.piece.stop]
+        changed = sorted({r.index for n in nodes for r in n.mutates if isinstance(r, Input)})
+        if not changed or self.graph.blocked:
+            return []
+        return ["    inputs = list(inputs)", *(f"    inputs[{k}] = inputs[{k}].clone()" for k in changed)]
 
     def _changed_values(self) -> set[int]:
         nodes = self.graph.nodes[self.piece.start : self.piece.stop]

@@ -20,7 +20,7 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class Input:
-    """Refer to a leaf of the batch."""
+    """Refer to a tensor of the batch, by its place among the tensors in it."""
 
     is_leaf: ClassVar[bool] = True
     index: int

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import torch
@@ -12,8 +11,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ..tree import leaves, leaves_with_paths, map_leaves
+from .batchnorm import read_row
 from .cost import estimate_call_seconds
-from .graph import Attribute, BatchNormRow, Buffer, Constant, Input, Node, Param, Ref, Value, ValueInfo
+from .graph import Attribute, BatchNormRow, Buffer, Constant, Input, Node, Param, Ref, Value
 from .guards import Check, check_shape
 from .looks import (
     METADATA,
@@ -27,47 +27,8 @@ from .looks import (
     reads_for_shape,
     shape_of_first,
 )
+from .trace import DataDependence, Info, ReadKey, Trace
 from .watch import Scope, called_in_transform, in_transform, storage_of, tensors_in
-
-ReadKey = tuple[str, int]  # module path, and how many reads in that module came before
-
-
-class DataDependence(BaseException):
-    """Stop a trace: Python looked at a value that only running the model can tell.
-
-    ``read`` names a test that Python made, which the other outcome may show to be a mere check. It is no
-    Exception, so that a forward does not catch it.
-    """
-
-    def __init__(self, module: str, why: str, read: ReadKey | None = None) -> None:
-        super().__init__(why)
-        self.module = module
-        self.why = why
-        self.read = read
-
-
-@dataclass(slots=True)
-class Info:
-    """Hold what the recorder knows of one live tensor object."""
-
-    ref: Ref
-    tainted: bool  # depends on the batch, on parameters, on buffers or on random numbers
-    dynamic: bool = False  # its shape depends on data
-    unit: bool = False  # one number drawn from [0, 1)
-
-
-@dataclass
-class Trace:
-    """Hold the raw result of recording one forward."""
-
-    size: int  # samples in the batch
-    nodes: list[Node] = field(default_factory=list)
-    values: dict[int, ValueInfo] = field(default_factory=dict)
-    constants: list[Tensor] = field(default_factory=list)
-    readers: list[str] = field(default_factory=list)  # the module that first reads each constant
-    output: Any = None
-    used: frozenset[int] | None = None
-    rebinds: dict[str, Ref] = field(default_factory=dict)
 
 
 class Recorder(TorchFunctionMode):
@@ -99,6 +60,7 @@ class Recorder(TorchFunctionMode):
         self.scope: Scope | None = None
         self.keep: list[Any] = []
         self.infos: dict[int, Info] = {}
+        self.sharing: dict[int | None, list[Info]] = {}  # what shares one piece of memory
         self.storages: dict[int, int] = {}  # memory known so far -> its place in the order
         self.born: set[int] = set()
         self.stack: list[tuple[str, int]] = [("", 0)]
@@ -119,15 +81,15 @@ class Recorder(TorchFunctionMode):
             self._learn(buffer, Buffer(name), tainted=True)
         for name, parameter in model.named_parameters():
             self._learn(parameter, Param(name), tainted=True)
-        for index, leaf in enumerate(batch_leaves):
-            if isinstance(leaf, Tensor):
-                self._learn(leaf, Input(index), tainted=True)
+        for index, leaf in enumerate(leaf for leaf in batch_leaves if isinstance(leaf, Tensor)):
+            self._learn(leaf, Input(index), tainted=True)
 
     # ---- what is known of tensors --------------------------------------------------------------
 
     def _learn(self, tensor: Tensor, ref: Ref, *, tainted: bool, dynamic: bool = False) -> None:
         self.keep.append(tensor)
-        self.infos[id(tensor)] = Info(ref, tainted, dynamic)
+        info = self.infos[id(tensor)] = Info(ref, tainted, dynamic)
+        self.sharing.setdefault(storage_of(tensor), []).append(info)
         if not isinstance(ref, Constant):
             self.note_storage(tensor)
 
@@ -239,34 +201,11 @@ class Recorder(TorchFunctionMode):
         inputs = tensors_in((args, kwargs))
         for tensor in inputs:
             self.info(tensor)
-        row = self._read_row(args, kwargs) if name == "batch_norm" else None
+        row = read_row(self, args, kwargs) if name == "batch_norm" else None
         result = self.call(func, name, args, kwargs, inputs, row=row)
         if name == "rand" and not inputs and isinstance(result, Tensor) and result.numel() == 1:
             self.infos[id(result)].unit = True
         return result
-
-    def _read_row(self, args: Any, kwargs: Any) -> BatchNormRow | None:
-        names = "input running_mean running_var weight bias training momentum eps cudnn_enabled".split()
-        if len(args) + len(kwargs) == 9:  # torch.batch_norm has another order
-            names = "input weight bias running_mean running_var training momentum eps cudnn_enabled".split()
-        bound = dict(zip(names, args, strict=False)) | kwargs
-        if not bound.get("training", False):
-            return None
-        refs = {
-            k: self.info(bound[k]).ref if isinstance(bound.get(k), Tensor) else None
-            for k in ("input", "running_mean", "running_var", "weight", "bias")
-        }
-        kinds = {"weight": Param, "bias": Param, "running_mean": Buffer, "running_var": Buffer}
-        if not all(refs[k] is None or isinstance(refs[k], kind) for k, kind in kinds.items()):
-            self.refuse("its batch norm takes a weight or statistics that are no parameter or buffer")
-        x = bound["input"]
-        return BatchNormRow(
-            momentum=bound.get("momentum", 0.1),
-            eps=bound.get("eps", 1e-5),
-            channels=x.shape[1],
-            dtype=x.dtype,
-            **refs,  # type: ignore[arg-type]
-        )
 
     def whole_call(self, target: Any, run: Any, name: str, args: Any, kwargs: Any) -> Any:
         """Record a custom autograd function or a script function (``target``) as one call."""
@@ -306,13 +245,15 @@ class Recorder(TorchFunctionMode):
     ) -> Any:
         """Run a call on real tensors and store it as a node when it makes or changes a tensor."""
         versions = [t._version for t in inputs]
-        states = [g.get_state() for g in self.generators]
+        states = self._random_states()
         scope = Scope(allowed=inputs, keep=keep)
         with self.inside(scope):
             result = func(*args, **kwargs)
+        if keep:
+            result = self._as_new(result)
         if scope.hidden:
             self.refuse(f"{name} uses a tensor that is not among its arguments")
-        random = not all(torch.equal(g.get_state(), s) for g, s in zip(self.generators, states, strict=True))
+        random = self._random_states() != states
         mutated = [t for t, v in zip(inputs, versions, strict=True) if t._version != v]
         tainted = random or any(self.infos[id(t)].tainted for t in inputs)
         if isinstance(func, torch.jit.ScriptFunction) and not random and not scope.touched:
@@ -328,6 +269,19 @@ class Recorder(TorchFunctionMode):
         return self._store(
             func, args, kwargs, result, mutated, random=random, tainted=tainted, dynamic=dynamic, row=row
         )
+
+    def _random_states(self) -> list[bytes]:
+        with torch._C.DisableTorchFunction():
+            return [generator.get_state().numpy().tobytes() for generator in self.generators]
+
+    def _as_new(self, result: Any) -> Any:
+        """Tell what user code returned from what it was given, even where that is one object this time."""
+        if not any(id(t) in self.infos for t in tensors_in(result)):
+            return result
+        with torch._C.DisableTorchFunction(), self.inside(Scope(allowed=None)):
+            return map_leaves(
+                lambda t: t.view_as(t) if isinstance(t, Tensor) and id(t) in self.infos else t, result
+            )
 
     def _only_sizes(self, inputs: list[Tensor]) -> bool:
         """Tell whether a script function that ran no operator on its inputs saw but sizes (no fused code)."""
@@ -373,11 +327,9 @@ class Recorder(TorchFunctionMode):
         opaque: str = "",
     ) -> Any:
         template = self.template((tuple(args), dict(kwargs)))
-        mutates = tuple(self.info(t).ref for t in mutated)
+        mutates = self._changed(mutated, tainted)
         if any(isinstance(ref, (Constant, Attribute)) for ref in mutates) and not opaque:
             self.refuse("it changes a tensor in place that is neither made in the forward nor a buffer")
-        for tensor in mutated:
-            self.infos[id(tensor)].tainted |= tainted
         outputs = self._name_outputs(result, tainted, dynamic)
         module, call = self.stack[-1]
         state = autocast_state(self.devices)
@@ -395,10 +347,26 @@ class Recorder(TorchFunctionMode):
                 random=random,
                 opaque=opaque,
                 row=row,
-                cost=estimate_call_seconds(func, args, result) / self.num_samples,
+                cost=self._seconds(func, args, result),
             )
         )
         return result
+
+    def _seconds(self, func: Any, args: Any, result: Any) -> float:
+        with torch._C.DisableTorchFunction():
+            return estimate_call_seconds(func, args, result) / self.num_samples
+
+    def _changed(self, mutated: list[Tensor], tainted: bool) -> tuple[Ref, ...]:
+        """List what a call changes: its arguments, and state or inputs that share their memory."""
+        refs = [self.info(t).ref for t in mutated]
+        for tensor in mutated:
+            storage = storage_of(tensor)
+            for info in [self.infos[id(tensor)], *(self.sharing[storage] if storage is not None else ())]:
+                info.tainted |= tainted
+                info.unit = False
+                if not isinstance(info.ref, Value):
+                    refs.append(info.ref)
+        return tuple(dict.fromkeys(refs))
 
     def _name_outputs(self, result: Any, tainted: bool, dynamic: bool) -> tuple[tuple[Any, int], ...]:
         outputs = []
@@ -453,6 +421,7 @@ class Recorder(TorchFunctionMode):
         scope = Scope(allowed=[*inputs, *inner], keep=True)
         with self.inside(scope):
             result = original(module, *args, **kwargs)
+        result = self._as_new(result)
         self.foreign = foreign_random_state()
         if scope.hidden:
             self._refuse_around(path, "uses tensors that are neither its arguments nor its own")

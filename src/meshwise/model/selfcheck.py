@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..tree import leaves
+from ..tree import leaves, map_leaves
 from .codegen import Piece, compile_piece
 from .graph import REFS, Attribute, Constant, Graph, Input, Value
+from .inputs import Inputs
 from .keep import as_in_export, kept_state
 from .units import analyse, find_units
 
@@ -17,16 +18,20 @@ from .units import analyse, find_units
 def difference(graph: Graph, model: nn.Module, forward: Any, batch: Any, size: int) -> str:
     """Say in what a graph differs from ``forward(model, batch)`` on ``size`` samples, or return ''."""
     with kept_state(model), as_in_export():
-        output = forward(model, batch)
+        output = forward(model, _copy(batch))
         wanted = [leaf if isinstance(leaf, Tensor) else None for leaf in leaves(output)]
         end = torch.default_generator.get_state()
     with kept_state(model), as_in_export():
-        found = _replay(graph, model, leaves(batch), size)
+        found = _replay(graph, model, Inputs(_copy(batch)), size)
         drawn = torch.equal(end, torch.default_generator.get_state())
     for number, (a, b) in enumerate(zip(wanted, found, strict=True)):
         if a is not None and b is not None and not _alike(a, b):
             return f"replaying its calls gives other numbers than it does (output {number})"
     return "" if drawn else "replaying its calls draws other random numbers than it does"
+
+
+def _copy(batch: Any) -> Any:
+    return map_leaves(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, batch)
 
 
 def _replay(graph: Graph, model: nn.Module, inputs: list[Any], size: int) -> list[Tensor | None]:

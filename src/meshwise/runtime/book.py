@@ -17,9 +17,10 @@ from ..job import Job
 from ..layout import Layout
 from ..model.capture import capture, check_size
 from ..model.graph import Graph
+from ..model.inputs import Inputs
 from ..model.place import Placement
 from ..model.stages import Staged, build_stages
-from ..tree import leaves
+from ..tree import children
 from .losses import call_forward, count_samples, loss_of
 
 
@@ -33,24 +34,15 @@ def forward_names(model: nn.Module) -> list[str] | None:
 
 def structure_of(data: Any, num_samples: int) -> Hashable:
     """Describe a microbatch up to its number of samples: nesting, dtypes, other sizes, plain values."""
-    found: list[Hashable] = [_shape_of_tree(data)]
-    for leaf in leaves(data):
-        if isinstance(leaf, Tensor):
-            batched = leaf.ndim > 0 and leaf.shape[0] == num_samples
-            found.append((leaf.dtype, batched, tuple(leaf.shape[1:] if batched else leaf.shape)))
-        elif isinstance(leaf, (int, float, str, bool, type(None))):
-            found.append(leaf)
-        else:
-            found.append(repr(type(leaf)))
-    return tuple(found)
-
-
-def _shape_of_tree(data: Any) -> Hashable:
-    if isinstance(data, dict):
-        return tuple((k, _shape_of_tree(v)) for k, v in data.items())
-    if isinstance(data, (list, tuple)):
-        return (type(data), tuple(_shape_of_tree(v) for v in data))
-    return None
+    if isinstance(data, Tensor):
+        batched = data.ndim > 0 and data.shape[0] == num_samples
+        return (data.dtype, batched, data.shape[1:] if batched else data.shape)
+    if isinstance(data, (int, float, str, bool, type(None))):
+        return data
+    kids = children(data)
+    if kids is None:
+        return repr(type(data))
+    return (type(data), tuple((step[1], structure_of(child, num_samples)) for step, child in kids))
 
 
 PLAIN = frozenset((bool, int, float, str, type(None)))
@@ -76,7 +68,8 @@ class Book:
 
     def __init__(self, job: Job, layout: Layout, model: nn.Module, device: torch.device) -> None:
         self.job, self.layout, self.model, self.device = job, layout, model, device
-        self.forward = call_forward(job, forward_names(model))
+        self.names = forward_names(model)
+        self.forward = call_forward(job, self.names)
         self.placed = Placement(pp=layout.pp)
         self.pages: dict[Hashable, Staged] = {}
         self.graphs: dict[Hashable, Graph] = {}
@@ -91,9 +84,9 @@ class Book:
         self.settings = settings_of(self.model, self.opaque)
 
     @staticmethod
-    def inputs(data: Any) -> list[Any]:
-        """List the leaves of a microbatch, as the graphs number them."""
-        return leaves(data)
+    def inputs(data: Any) -> Inputs:
+        """List the tensors of a microbatch, as the graphs number them."""
+        return Inputs(data)
 
     def staged(self, data: Any, *, coupled: bool) -> tuple[Hashable, Staged]:
         """Give the cut graph for a microbatch, capturing it when its structure is new.
@@ -105,7 +98,7 @@ class Book:
             self.refresh()
         training = self.model.training
         joint = coupled and training and self.job.batch_norm == "batch"
-        structure = structure_of(data, num_samples)
+        structure = structure_of(self._seen(data), num_samples)
         key = (structure, self.settings, training, joint)
         found = self.pages.get(key)
         if found is None:
@@ -116,6 +109,12 @@ class Book:
             self.pages[structure, self.settings, training, joint] = found
         self._check_size(key[:3], data, num_samples)
         return key, found
+
+    def _seen(self, data: Any) -> Any:
+        """Leave out of a dict what the model's forward does not take and what is no tensor (names, captions)."""
+        if not isinstance(data, dict) or self.names is None or self.job.forward is not None:
+            return data
+        return {k: v for k, v in data.items() if k in self.names or isinstance(v, Tensor)}
 
     def _autocast(self) -> Any:
         """Give the context that computes in the job's precision, and remembers no cast weight."""
