@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -32,7 +33,7 @@ class Case:
     def stages(self, model: nn.Sequential, num_stages: int) -> list[nn.Sequential]:
         """Cut a model at the case's cuts."""
         edges = [0, *self.cuts[num_stages], len(model)]
-        return [model[a:b] for a, b in zip(edges, edges[1:], strict=False)]
+        return [model[a:b] for a, b in itertools.pairwise(edges)]
 
 
 def loss(output: Tensor, target: Tensor) -> Tensor:

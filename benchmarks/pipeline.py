@@ -51,8 +51,8 @@ class Bubble:
 
     def __str__(self) -> str:
         return (
-            f"{'bubble':11} {f'{self.case}: {self.schedule}':34} meshwise {self.meshwise:6.1%}  stock {self.stock:6.1%}  "
-            f"replayed {self.replayed:6.1%}  theory {self.theory:6.1%}"
+            f"{'bubble':11} {f'{self.case}: {self.schedule}':34} meshwise {self.meshwise:6.1%}  "
+            f"stock {self.stock:6.1%}  replayed {self.replayed:6.1%}  theory {self.theory:6.1%}"
         )
 
 

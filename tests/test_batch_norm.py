@@ -98,7 +98,8 @@ def train(job: mw.Job, layout: str) -> dict[str, Tensor]:
         drive_together([w.step(b) for w, b in zip(workers, batches, strict=True)])
     for stage_copies in (workers[i :: mesh.pp] for i in range(mesh.pp)):
         for other in stage_copies[1:]:
-            assert all(torch.equal(a, b) for a, b in zip(other.model.buffers(), stage_copies[0].model.buffers(), strict=True))
+            pairs = zip(other.model.buffers(), stage_copies[0].model.buffers(), strict=True)
+            assert all(torch.equal(a, b) for a, b in pairs)
     state: Any = drive_together([gather_state(w) for w in workers])[0]
     return dict(state.tensors)
 

@@ -22,7 +22,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-FileArgument = Annotated[str, typer.Argument(metavar="FILE[:NAME]", help="Python file, and the job in it (default: job).")]
+FileArgument = Annotated[
+    str, typer.Argument(metavar="FILE[:NAME]", help="Python file, and the job in it (default: job).")
+]
 Devices = Annotated[int | None, typer.Option(help="Number of devices; all of this machine by default.")]
 LayoutOption = Annotated[str, typer.Option(help='Like "dp=2,pp=2,schedule=1f1b"; auto: one replica a device.')]
 Threads = Annotated[int, typer.Option(help="Threads of a CPU device.")]
@@ -102,10 +104,12 @@ def load_job(text: str, changes: list[str]) -> Job:
     found = getattr(module, name or "job", None)
     if found is None:
         jobs = sorted(n for n, v in vars(module).items() if isinstance(v, Job))
-        raise JobError(f"{path} has no {name or 'job'!r}; it has: {', '.join(jobs) or 'no Job'}. Name one as FILE:NAME.")
+        have = ", ".join(jobs) or "no Job"
+        raise JobError(f"{path} has no {name or 'job'!r}; it has: {have}. Name one as FILE:NAME.")
     job = found() if callable(found) and not isinstance(found, Job) else found
     if not isinstance(job, Job):
-        raise JobError(f"{text}: {name or 'job'} is a {type(job).__name__}, not a meshwise.Job or a function that returns one.")
+        what = type(job).__name__
+        raise JobError(f"{text}: {name or 'job'} is a {what}, not a meshwise.Job or a function that returns one.")
     fields = dict(parse_change(change) for change in changes)
     if job.name == "job":
         fields.setdefault("name", Path(path).stem)

@@ -93,7 +93,8 @@ def batch_note(session: Session) -> str:
     per = session.worker.steps_per_epoch()
     share = session.worker.engine.mesh.dp
     steps = f", {per} steps an epoch" if per else ""
-    return f"a step is {job.batch_size} samples on all devices together ({shape}), shared by {share} replica(s){steps}; layout {layout}"
+    shared = f"shared by {share} replica{'s' if share > 1 else ''}"
+    return f"a step is {job.batch_size} samples on all devices together ({shape}), {shared}{steps}; layout {layout}"
 
 
 def _run_epoch(

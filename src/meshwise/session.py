@@ -171,7 +171,8 @@ class Session:
             for t in leaves(data)
             if isinstance(t, torch.Tensor)
         ]
-        note = f"in rank {self.rank}, step {engine.step_index}, {engine.where or 'loading data'}, microbatch of {', '.join(shapes)}"
+        place = f"rank {self.rank}, step {engine.step_index}, {engine.where or 'loading data'}"
+        note = f"in {place}, microbatch of {', '.join(shapes)}"
         if hasattr(error, "add_note"):
             error.add_note(note)
         else:  # Python 3.10

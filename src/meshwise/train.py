@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from .checkpoint.store import latest, load_checkpoint
+from .epochs import Reporter, Span, run_training
 from .errors import CheckpointError, JobError
 from .events import EpochEnded, Event, Recorder
 from .job import Job
@@ -21,7 +22,6 @@ from .launch.environment import detect
 from .launch.local import run_ranks
 from .layout import Layout
 from .report.progress import Progress
-from .epochs import Reporter, Span, run_training
 from .session import Session, choose_layout
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from .errors import VerifyError
+from .compare.fingerprint import KINDS, StepPrints, stages_of, take_prints
+from .compare.plain import NoDropout, compare_plain
+from .errors import MeshwiseError, VerifyError
 from .job import Job
 from .launch.local import run_ranks
 from .layout import Layout
-from .compare.fingerprint import KINDS, StepPrints, stages_of, take_prints
-from .compare.plain import NoDropout, compare_plain
 from .session import Session, choose_layout
 
 PLAIN_TOLERANCE = 1e-10  # float64, relative to max(1, |value|): rounding of another order of additions
@@ -163,16 +163,14 @@ def _plain(job: Job, steps: int, threads: int) -> tuple[str, bool]:
     wide = job.with_fields(precision="float64", on_nonfinite="skip")
     try:
         worst, where = run_ranks(lambda c: _plain_rank(wide, steps, c), 1, threads=threads, name=job.name)[0]
-    except Exception as error:  # a model that cannot run in float64, or data that cannot be one batch
+    except MeshwiseError as error:  # a model that cannot run in float64, or data that cannot be one batch
         first = str(error).splitlines()[0]
         return f"not compared with a plain loop in float64: {first}", True
+    head = "against a plain loop on the whole batch (float64, dropout left out):"
     if worst <= PLAIN_TOLERANCE:
-        return (
-            f"against a plain loop on the whole batch (float64, dropout left out): the same up to rounding, {worst:.1e}",
-            True,
-        )
+        return f"{head} the same up to rounding, {worst:.1e}", True
     return (
-        f"against a plain loop on the whole batch (float64, dropout left out): {where} differs by {worst:.3g}; "
+        f"{head} {where} differs by {worst:.3g}; "
         "something in the model couples or counts samples in a way that microbatches change",
         False,
     )

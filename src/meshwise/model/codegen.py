@@ -9,6 +9,7 @@ under every layout.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -68,7 +69,7 @@ def stage_pieces(graph: Graph, start: int, stop: int, *, coupled: bool) -> list[
     """Part the nodes of a stage at its coupled rows."""
     rows = [i for i in range(start, stop) if coupled and graph.nodes[i].row is not None]
     edges = [start, *rows, stop]
-    return [Piece(start=a, stop=b, row=k > 0) for k, (a, b) in enumerate(zip(edges, edges[1:], strict=False))]
+    return [Piece(start=a, stop=b, row=k > 0) for k, (a, b) in enumerate(itertools.pairwise(edges))]
 
 
 def crossing(graph: Graph, liveness: Liveness, at: int) -> tuple[int, ...]:

@@ -6,6 +6,7 @@ segments (cheap) and runs its own.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -73,7 +74,7 @@ def build_stages(
             compile_piece(graph, liveness, units, piece, statistics=statistics)
             for piece in stage_pieces(graph, start, stop, coupled=has_rows)
         )
-        for start, stop in zip(edges, edges[1:], strict=False)
+        for start, stop in itertools.pairwise(edges)
     )
     return Staged(
         graph=graph,
@@ -90,8 +91,8 @@ def _check_rows(graph: Graph, liveness: Liveness, has_rows: bool) -> None:
     for i, node in enumerate(graph.nodes):
         if has_rows and node.row is not None and i in liveness.row_reasons:
             raise CaptureError(
-                f'BatchNorm "{node.module}" stands between {liveness.row_reasons[i]}, so its statistics cannot be taken '
-                'over the whole batch. Use Job(batch_norm="microbatch"), or do not change that tensor in place.'
+                f'BatchNorm "{node.module}" stands between {liveness.row_reasons[i]}, so its statistics cannot '
+                'be taken over the whole batch. Use Job(batch_norm="microbatch"), or do not change that tensor in place.'
             )
 
 

@@ -131,7 +131,7 @@ def _inner_gradient_spans(graph: Graph, i: int, node: Node) -> list[tuple[int, i
     if getattr(node.target, "__name__", "") != "grad" or not graph.values:
         return []
     starts = []
-    for ref in find_refs(node.args[1:2] + (node.kwargs.get("inputs"),)):
+    for ref in find_refs((*node.args[1:2], node.kwargs.get("inputs"))):
         starts.append(graph.values[ref.index].producer if isinstance(ref, Value) else _uses(graph, ref)[0])
     return [(min(starts, default=0), i, "a gradient taken inside the forward")]
 

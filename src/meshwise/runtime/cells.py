@@ -86,7 +86,7 @@ class StageState:
         for segment in self.segments:
             for name in segment.buffers:
                 path, last = split_prefix(name)
-                self.buffers[name] = self.modules[path]._buffers[last]  # type: ignore[assignment]
+                self.buffers[name] = self.modules[path]._buffers[last]
 
     def _neutral_rows(self) -> None:
         """Make the 1s and 0s that stand in where a BatchNorm has no weight and bias."""
@@ -101,13 +101,13 @@ class StageState:
     def buffer_of(self, name: str) -> Tensor:
         """Give a buffer's value at the start of the step."""
         path, last = split_prefix(name)
-        buffer = self.modules[path]._buffers[last]
+        buffer: Tensor | None = self.modules[path]._buffers[last]
         assert buffer is not None
         return buffer
 
     def _parameter(self, name: str) -> nn.Parameter:
         path, last = split_prefix(name)
-        parameter = self.modules[path]._parameters[last]
+        parameter: nn.Parameter | None = self.modules[path]._parameters[last]
         assert parameter is not None
         return parameter
 

@@ -73,8 +73,8 @@ def _unused_parameters(model: nn.Module, staged: Staged) -> list[str]:
         return []
     more = f" and {len(unused) - 1} more" if len(unused) > 1 else ""
     return [
-        f'parameter "{unused[0]}"{more} is not used by the forward on the first batch: it gets no gradient and stays as '
-        "it is. Remove it, or freeze it with requires_grad_(False)."
+        f'parameter "{unused[0]}"{more} is not used by the forward on the first batch: it gets no gradient and stays '
+        "as it is. Remove it, or freeze it with requires_grad_(False)."
     ]
 
 
@@ -105,7 +105,7 @@ def _data_buffers(job: Job, staged: Staged) -> list[str]:
     if not names:
         return []
     return [
-        f'buffer "{names[0]}" is changed from the data by code that cannot be combined over microbatches: each step keeps '
-        "the value that its last microbatch leaves. Use one microbatch a step (microbatch_size=batch_size) if that is "
-        "not meant."
+        f'buffer "{names[0]}" is changed from the data by code that cannot be combined over microbatches: each step '
+        "keeps the value that its last microbatch leaves. Use one microbatch a step (microbatch_size=batch_size) if "
+        "that is not meant."
     ]

@@ -52,7 +52,7 @@ def block_norms(grads: Sequence[Tensor], kind: float) -> list[float]:
     counts: list[int] = []
     for grad in grads:
         values = grad.coalesce().values() if grad.is_sparse else grad
-        flat = values.reshape(-1).split(NORM_BLOCK) if values.numel() else (values.reshape(-1),)
+        flat = torch.split(values.reshape(-1), NORM_BLOCK) if values.numel() else (values.reshape(-1),)
         blocks.extend(flat)
         counts.append(len(flat))
     if not blocks:
