@@ -11,7 +11,7 @@ import torch
 
 from ..tree import leaves
 from .graph import REFS, Affine, Graph, Node
-from .recorder import DataDependence, Trace
+from .trace import DataDependence, Trace
 
 DIFFERS = "its calls differ from one batch to another"
 
