@@ -92,7 +92,8 @@ def _check_rows(graph: Graph, liveness: Liveness, has_rows: bool) -> None:
         if has_rows and node.row is not None and i in liveness.row_reasons:
             raise CaptureError(
                 f'BatchNorm "{node.module}" stands between {liveness.row_reasons[i]}, so its statistics cannot '
-                "be taken over the whole batch. Use Job(batch_norm=\"microbatch\"), or do not change that tensor in place."
+                'be taken over the whole batch. Use Job(batch_norm="microbatch"), or do not change that tensor in '
+                "place."
             )
 
 
