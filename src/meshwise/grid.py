@@ -2,13 +2,13 @@
 
 ::
 
-    microbatch   0   1   2   3   4   5        six leaves; the tree is fixed by their number alone
-                  \\ /     \\ /     \\ /
-                 (0,2)   (2,4)   (4,6)        two replicas hold [0,3) and [3,6):
-                    \\     /        |           the first sends (0,2) and 2, the second 3 and (4,6)
-                    (0,4)          |
-                        \\         /
-                           (0,6)
+    microbatch   0   1   2   3   4   5     six leaves; the tree is fixed by their number alone
+                 |    \\ /    |    \\ /
+                 |   (1,3)   |   (4,6)     two replicas hold [0,3) and [3,6), one node each;
+                  \\   /       \\   /        three hold two leaves each: the second sends 2 and 3
+                  (0,3)       (3,6)
+                       \\     /
+                        (0,6)
 """
 
 from __future__ import annotations
@@ -58,8 +58,11 @@ def slot_ranges(num_microbatches: int, slots: int) -> tuple[Range, ...]:
 
 
 def tree_split(low: int, high: int) -> int:
-    """Say where the tree over ``[low, high)`` parts: after the largest power of two below its length."""
-    return low + (1 << ((high - low - 1).bit_length() - 1))
+    """Say where the tree over ``[low, high)`` parts: in the middle, as replicas part a step.
+
+    So 2 and 4 replicas always hold one whole node each, whatever the number of leaves.
+    """
+    return low + (high - low) // 2
 
 
 def tree_cover(total: int, low: int, high: int) -> tuple[Range, ...]:

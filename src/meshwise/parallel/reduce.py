@@ -2,8 +2,7 @@
 
 Each replica reduces the whole tree nodes inside its own range of slots; the exchange finishes the tree
 (all-to-all, add in tree order, all-gather: the bytes of a ring). Two replicas that hold one node each need
-only a plain all-reduce, since a + b = b + a bit for bit. What is absent is -0.0, the number that changes
-nothing when added.
+only a plain all-reduce, since a + b = b + a bit for bit.
 """
 
 from __future__ import annotations
@@ -16,10 +15,10 @@ import torch
 from torch import Tensor
 
 from ..grid import Range, TreeStack, tree_cover, tree_fold
+from .flats import Flat
 from .transport import Group, Pending, Transport
 
 Grads = list[Tensor | None]
-ALIGNMENT = 64
 EXACT_ALL_REDUCE = (torch.float32, torch.float64)
 
 
@@ -61,21 +60,17 @@ class Reducer:
     ``exact=False`` leaves the order to the backend's all-reduce.
     """
 
-    def __init__(
-        self, transport: Transport, group: Group, buckets: Sequence[Sequence[int]], *, exact: bool
-    ) -> None:
+    def __init__(self, transport: Transport, group: Group, buckets: Sequence[Sequence[int]], *, exact: bool) -> None:
         self.transport = transport
         self.group = group
         self.exact = exact
         self.buckets = [Bucket(sites=tuple(b)) for b in buckets]
         self.num_bytes = 0
         self.num_exchanges = 0
-        self.flats: dict[Any, Tensor] = {}
+        self.flats: dict[Any, Flat] = {}
         self.total, self.ranges = 0, ()  # type: tuple[int, Sequence[Range]]
 
-    def begin(
-        self, total: int, ranges: Sequence[Range], *, presence_known: bool, likes: Sequence[Tensor]
-    ) -> None:
+    def begin(self, total: int, ranges: Sequence[Range], *, presence_known: bool, likes: Sequence[Tensor]) -> None:
         """Start a step of ``total`` slots, of which member k of the group holds ``ranges[k]``.
 
         ``likes[site]`` is the parameter a site belongs to. ``presence_known``: every member has a gradient
@@ -112,22 +107,40 @@ class Reducer:
         self.num_exchanges += len(self.group) > 1
         bucket.pending = self._exchange(index, bucket) if len(self.group) > 1 else None
         if bucket.pending is not None:
-            next(bucket.pending, None)  # run to the first wait: the exchange is now on its way
+            next(bucket.pending)  # run to the first wait: the exchange is now on its way
 
-    def finish(self, index: int) -> Generator[None, None, Grads]:
-        """Wait for a bucket and give the sum for each of its sites (None where no microbatch had one)."""
-        bucket = self.buckets[index]
-        if not bucket.launched:
-            self.launch(index)
+    def finish(self) -> Generator[None, None, list[Grads]]:
+        """Wait for all buckets, and give of each the sum for each of its sites (None where there was none).
+
+        Buckets take turns: while one waits for what the others added up, the next is added up here.
+        """
+        for index, bucket in enumerate(self.buckets):
+            if not bucket.launched:  # all are on their way before anyone waits: others may have launched all
+                self.launch(index)
+        sums: dict[int, Grads] = {}
+        while len(sums) < len(self.buckets):
+            for index, bucket in enumerate(self.buckets):
+                if index not in sums:
+                    found = self._advance(bucket)
+                    if found is not None:
+                        sums[index] = found
+            if len(sums) < len(self.buckets):
+                yield
+        return [sums[index] for index in range(len(self.buckets))]
+
+    def _advance(self, bucket: Bucket) -> Grads | None:
+        """Go on with a bucket to where it waits again, or give its sums."""
         if bucket.pending is None:
             if not bucket.nodes:
                 return [None] * len(bucket.sites)
-            return [
-                g.coalesce() if g is not None and g.is_sparse else g
-                for g in tree_fold(self.total, bucket.nodes, add_grads)
-            ]
-        result: Grads = yield from bucket.pending
-        return result
+            sums = tree_fold(self.total, bucket.nodes, add_grads)
+            return [g.coalesce() if g is not None and g.is_sparse else g for g in sums]
+        try:
+            next(bucket.pending)
+        except StopIteration as stop:
+            result: Grads = stop.value
+            return result
+        return None
 
     # ---- exchange ----------------------------------------------------------------------------------
 
@@ -168,62 +181,41 @@ class Reducer:
     def _start(
         self, index: int, bucket: Bucket, dtype: torch.dtype, ks: list[int]
     ) -> Generator[None, None, list[Tensor]]:
-        likes = [self.likes[bucket.sites[k]] for k in ks]
-        offsets, length = _layout(likes, len(self.group))
-        me = self.group.index(self.transport.rank)
-        nodes = self.covers[me]
-        flat = self._flat((index, dtype, tuple(ks)), max(1, len(nodes)) * length, likes[0])
-        flats = flat.view(-1, length)
-        for row, node in zip(flats, nodes, strict=False):
-            self._fill(
-                row, offsets, likes, [bucket.nodes.get(node, [None] * len(bucket.sites))[k] for k in ks]
-            )
-        if not nodes:
-            flats = flats[:0]
+        flat = self._flat(index, [self.likes[bucket.sites[k]] for k in ks], dtype, tuple(ks))
+        nodes = self.covers[self.group.index(self.transport.rank)]
+        nothing: Grads = [None] * len(bucket.sites)
+        for row in range(flat.nodes):
+            grads = bucket.nodes.get(nodes[row], nothing) if nodes else nothing
+            flat.fill(row, [grads[k] for k in ks])
+        self.num_bytes += flat.sent.numel() * flat.sent.element_size()
         if self._plain(dtype):
-            total = yield from self._all_reduce(flat if nodes else flat.fill_(-0.0))
+            yield from _poll(self.transport.all_reduce(flat.total, self.group))
         else:
-            total = yield from self._all_to_all(flats, length)
-        return [_view(total, o, like) for o, like in zip(offsets, likes, strict=True)]
+            yield from self._all_to_all(flat)
+        return flat.views
 
     def _plain(self, dtype: torch.dtype) -> bool:
         one_each = len(self.group) == 2 and all(len(c) <= 1 for c in self.covers)
         return not self.exact or (one_each and dtype in EXACT_ALL_REDUCE)
 
-    def _flat(self, key: Any, length: int, like: Tensor) -> Tensor:
-        flat = self.flats.get(key)
-        if flat is None or flat.numel() != length:
-            flat = self.flats[key] = torch.full((length,), -0.0, dtype=like.dtype, device=like.device)
-        return flat
+    def _flat(self, index: int, likes: list[Tensor], dtype: torch.dtype, ks: tuple[int, ...]) -> Flat:
+        counts = tuple(map(len, self.covers))
+        key = (index, dtype, ks)
+        if key not in self.flats or self.flats[key].counts != counts:
+            me = self.group.index(self.transport.rank)
+            self.flats[key] = Flat(likes, counts, me, one_row=self._plain(dtype))
+        return self.flats[key]
 
-    @staticmethod
-    def _fill(row: Tensor, offsets: list[int], likes: list[Tensor], grads: Grads) -> None:
-        views = [_view(row, o, like) for o, like in zip(offsets, likes, strict=True)]
-        have = [(v, g) for v, g in zip(views, grads, strict=True) if g is not None]
-        if have:
-            torch._foreach_copy_([v for v, _ in have], [g for _, g in have])
-        for view, grad in zip(views, grads, strict=True):
-            if grad is None:
-                view.fill_(-0.0)
-
-    def _all_reduce(self, flat: Tensor) -> Generator[None, None, Tensor]:
-        self.num_bytes += flat.numel() * flat.element_size()
-        total: Tensor = yield from _poll(self.transport.all_reduce(flat, self.group))
-        return total
-
-    def _all_to_all(self, flats: Tensor, length: int) -> Generator[None, None, Tensor]:
-        size = len(self.group)
-        share = length // size
-        chunks = [flats[:, j * share : (j + 1) * share].contiguous() for j in range(size)]
-        sizes = [len(c) * share for c in self.covers]
-        self.num_bytes += sum(c.numel() for c in chunks) * flats.element_size()
-        parts = yield from _poll(self.transport.all_to_all(chunks, sizes, self.group))
+    def _all_to_all(self, flat: Flat) -> Generator[None, None, None]:
+        """Add up an own share of all nodes, in tree order, and tell the sum to all."""
+        lengths = [flat.nodes * flat.share] * len(self.group)
+        sizes = [count * flat.share for count in flat.counts]
+        parts = yield from _poll(self.transport.all_to_all(flat.sent.view(-1), lengths, flat.got, sizes, self.group))
         nodes: dict[Range, Tensor] = {}
         for cover, part in zip(self.covers, parts, strict=True):
-            nodes.update(zip(cover, part.view(len(cover), share), strict=True))
-        mine = tree_fold(self.total, nodes, lambda a, b: a + b)
-        gathered = yield from _poll(self.transport.all_gather(mine.contiguous(), self.group))
-        return torch.cat(gathered)
+            nodes.update(zip(cover, part.view(len(cover), flat.share), strict=True))
+        mine = tree_fold(self.total, nodes, lambda left, right: left.add_(right))
+        yield from _poll(self.transport.all_gather_row(mine, flat.total, self.group))
 
     def _sum_sparse(self, bucket: Bucket, k: int) -> Generator[None, None, Tensor]:
         own = [g[k] for _, g in sorted(bucket.nodes.items()) if g[k] is not None]
@@ -240,24 +232,6 @@ def _poll(pending: Pending) -> Generator[None, None, Any]:
     while not pending.ready():
         yield
     return pending.wait()
-
-
-def _layout(likes: Sequence[Tensor], members: int) -> tuple[list[int], int]:
-    """Place tensors in a flat buffer, each aligned; the length is a multiple of members times the alignment."""
-    step = ALIGNMENT // likes[0].element_size()
-    offsets, at = [], 0
-    for like in likes:
-        offsets.append(at)
-        at += -(-like.numel() // step) * step
-    unit = step * members
-    return offsets, -(-at // unit) * unit
-
-
-def _view(flat: Tensor, offset: int, like: Tensor) -> Tensor:
-    part = flat[offset : offset + like.numel()]
-    if like.is_contiguous():
-        return part.view(like.shape)
-    return part.as_strided(like.shape, like.stride(), part.storage_offset())
 
 
 def make_buckets(sizes: Sequence[int], limit: int = 25 << 20, first: int = 1 << 20) -> list[list[int]]:

@@ -49,8 +49,14 @@ class Transport(Protocol):
     def all_reduce(self, flat: Tensor, group: Group) -> Pending:
         """Add up in place over the group in the backend's order."""
 
-    def all_to_all(self, chunks: list[Tensor], sizes: list[int], group: Group) -> Pending:
-        """Give chunk j to member j; the result lists what each member gave (``sizes`` elements each)."""
+    def all_to_all(self, sent: Tensor, lengths: list[int], got: Tensor, sizes: list[int], group: Group) -> Pending:
+        """Give the j-th part of ``sent`` (``lengths[j]`` elements) to member j, and fill ``got`` likewise.
+
+        The result lists the parts of ``got``, ``sizes[j]`` elements from member j.
+        """
+
+    def all_gather_row(self, mine: Tensor, total: Tensor, group: Group) -> Pending:
+        """Fill ``total`` with every member's row of one length, member after member."""
 
     def all_gather(self, tensor: Tensor, group: Group) -> Pending:
         """List every member's tensor (equal shapes)."""
@@ -98,15 +104,15 @@ class ProcessGroupTransport:
         work = dist.all_reduce(flat, group=self.groups[group, "first"], async_op=True)
         return _from_work(work, lambda: flat)
 
-    def all_to_all(self, chunks: list[Tensor], sizes: list[int], group: Group) -> Pending:
+    def all_to_all(self, sent: Tensor, lengths: list[int], got: Tensor, sizes: list[int], group: Group) -> Pending:
         """Start an all-to-all with uneven parts."""
-        sent = torch.cat([c.reshape(-1) for c in chunks])
-        got = torch.empty(sum(sizes), dtype=sent.dtype, device=sent.device)
-        lengths = [c.numel() for c in chunks]
-        work = dist.all_to_all_single(
-            got, sent, sizes, lengths, group=self.groups[group, "first"], async_op=True
-        )
+        work = dist.all_to_all_single(got, sent, sizes, lengths, group=self.groups[group, "first"], async_op=True)
         return _from_work(work, lambda: list(torch.split(got, sizes)), sent)
+
+    def all_gather_row(self, mine: Tensor, total: Tensor, group: Group) -> Pending:
+        """Start an all-gather of rows into one."""
+        work = _all_gather_row(total, mine, group=self.groups[group, "second"], async_op=True)
+        return _from_work(work, lambda: total, mine)
 
     def all_gather(self, tensor: Tensor, group: Group) -> Pending:
         """Start an all-gather of equal shapes."""
@@ -127,15 +133,16 @@ class ProcessGroupTransport:
         padded[: data.numel()] = data
         parts = [torch.empty_like(padded) for _ in group]
         dist.all_gather(parts, padded, group=small)
-        return done(
-            [pickle.loads(bytes(p[: int(s)].cpu().numpy())) for p, s in zip(parts, sizes, strict=True)]
-        )
+        return done([pickle.loads(bytes(p[: int(s)].cpu().numpy())) for p, s in zip(parts, sizes, strict=True)])
 
     def flush(self) -> None:
         """Wait until everything sent is gone."""
         for work, _ in self.outbox:
             work.wait()
         self.outbox.clear()
+
+
+_all_gather_row = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # renamed in torch 2.13
 
 
 def _from_work(work: Any, value: Callable[[], Any], *keep: Any) -> Pending:
@@ -194,17 +201,27 @@ class MemoryTransport:
 
         return self._round(flat.clone(), group, "all_reduce", finish)
 
-    def all_to_all(self, chunks: list[Tensor], sizes: list[int], group: Group) -> Pending:
-        """Give chunk j to member j."""
+    def all_to_all(self, sent: Tensor, lengths: list[int], got: Tensor, sizes: list[int], group: Group) -> Pending:
+        """Give the j-th part to member j."""
         me = group.index(self.rank)
-        value = [c.reshape(-1).clone() for c in chunks]
-        return self._round(value, group, "all_to_all", lambda table: [table[m][me].clone() for m in group])
+        parts = torch.split(got, sizes)
+
+        def finish(table: dict[int, Any]) -> list[Tensor]:
+            return [part.copy_(table[m][me]) for part, m in zip(parts, group, strict=True)]
+
+        return self._round([p.clone() for p in torch.split(sent, lengths)], group, "all_to_all", finish)
+
+    def all_gather_row(self, mine: Tensor, total: Tensor, group: Group) -> Pending:
+        """Fill ``total`` with every member's row."""
+
+        def finish(table: dict[int, Any]) -> Tensor:
+            return torch.cat([table[m] for m in group], out=total)
+
+        return self._round(mine.clone(), group, "all_gather_row", finish)
 
     def all_gather(self, tensor: Tensor, group: Group) -> Pending:
         """List every member's tensor."""
-        return self._round(
-            tensor.clone(), group, "all_gather", lambda table: [table[m].clone() for m in group]
-        )
+        return self._round(tensor.clone(), group, "all_gather", lambda table: [table[m].clone() for m in group])
 
     def all_gather_object(self, value: Any, group: Group) -> Pending:
         """List every member's value, each through pickle as between processes."""

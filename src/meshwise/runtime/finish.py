@@ -48,13 +48,8 @@ def finish_step(engine: Engine) -> Generator[None, None, StepResult]:
 def _sum_buckets(engine: Engine) -> Steps:
     reducer = engine.gradients.reducer
     assert reducer is not None
-    for b, bucket in enumerate(reducer.buckets):
-        if (
-            not bucket.launched
-        ):  # all are on their way before anyone waits for one: others may have launched all
-            reducer.launch(b)
-    for b, bucket in enumerate(reducer.buckets):
-        grads = yield from reducer.finish(b)
+    sums = yield from reducer.finish()
+    for bucket, grads in zip(reducer.buckets, sums, strict=True):
         for site, grad in zip(bucket.sites, grads, strict=True):
             engine.gradients.sums[engine.gradients.sites[site]] = grad
 
