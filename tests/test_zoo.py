@@ -1,4 +1,4 @@
-"""Model families, trained on one device and cut over two ranks: the same to the last bit; and as torch has it."""
+"""Model families: cut over two ranks they train as on one device, to the last bit; and as torch has it."""
 
 from __future__ import annotations
 
@@ -50,9 +50,7 @@ def _job(family: Family) -> Job:
 
 
 def _digest(tensor: Tensor) -> str:
-    return hashlib.sha256(
-        tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-    ).hexdigest()
+    return hashlib.sha256(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
 def _train(family: Family, layout: str) -> Outcome | str:
@@ -90,7 +88,7 @@ def test_a_dozen_families_train_the_same_cut_in_two() -> None:
 @pytest.mark.zoo
 @pytest.mark.timeout(600)
 def test_every_family_trains_the_same_cut_in_two_or_is_refused_by_name() -> None:
-    """At least 54 of the 56 families are bit-identical over two ranks; the others are refused, the module named."""
+    """At least 54 of 56 families are bit-identical over two ranks; the others are refused by name."""
     same = 0
     for name, one, two in _compare([family.name for family in FAMILIES]):
         if name in UNCUTTABLE:
@@ -152,9 +150,7 @@ def test_a_family_gets_torchs_gradients(family: Family) -> None:
 
 
 @pytest.mark.zoo
-@pytest.mark.parametrize(
-    "family", [f for f in FAMILIES if f.name not in DOZEN], ids=lambda family: family.name
-)
+@pytest.mark.parametrize("family", [f for f in FAMILIES if f.name not in DOZEN], ids=lambda family: family.name)
 def test_any_family_gets_torchs_gradients(family: Family) -> None:
     """And so has every other family, those that run as a whole too."""
     _check_against_torch(family)

@@ -1,4 +1,4 @@
-"""Checks that a graph repeats on every microbatch: what Python learnt from data in the trace must hold."""
+"""Calls in a graph beside the recorded ones: checks of each microbatch, and a kind of wrapper."""
 
 from __future__ import annotations
 
@@ -23,6 +23,19 @@ class Check:
         """Test one microbatch. Raises what the forward itself raises for such data."""
         if bool(self.read(*args, **kwargs)) is not self.expected:
             raise self.error.with_traceback(None)
+
+
+class Fresh:
+    """Make a call whose result is, for some batch sizes, its very argument give a tensor of its own always."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+        self.__name__ = function.__name__
+
+    def __call__(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Run it."""
+        result: Tensor = self.function(tensor, *args, **kwargs)
+        return result.view_as(result) if result is tensor else result
 
 
 def check_shape(tensor: Tensor, shape: tuple[int, ...], module: str) -> None:

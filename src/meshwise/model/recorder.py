@@ -14,7 +14,7 @@ from ..tree import leaves, leaves_with_paths, map_leaves
 from .batchnorm import read_row
 from .cost import estimate_call_seconds
 from .graph import Attribute, BatchNormRow, Buffer, Constant, Input, Node, Param, Ref, Value
-from .guards import Check, check_shape
+from .guards import Check, Fresh, check_shape
 from .looks import (
     METADATA,
     SHAPE_READS,
@@ -202,6 +202,8 @@ class Recorder(TorchFunctionMode):
         for tensor in inputs:
             self.info(tensor)
         row = read_row(self, args, kwargs) if name == "batch_norm" else None
+        if name == "contiguous" and isinstance(self.infos[id(args[0])].ref, (Value, Input)):
+            func = Fresh(func)
         result = self.call(func, name, args, kwargs, inputs, row=row)
         if name == "rand" and not inputs and isinstance(result, Tensor) and result.numel() == 1:
             self.infos[id(result)].unit = True
