@@ -55,7 +55,7 @@ class _Pair:
 
     def number(self, a: Any, b: Any) -> Any:
         """Give the number that is ``a`` in the one and ``b`` in the other, or None."""
-        if type(a) is not int or type(b) is not int or a == b:
+        if type(a) is not int or type(b) is not int or a == b or self.small == self.large:
             return None
         scale, rest = divmod(b - a, self.large - self.small)
         return None if rest else Affine(scale, a - scale * self.small)

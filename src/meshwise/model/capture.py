@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import CaptureError
 from ..tree import leaves, map_leaves
 from .align import agree, align
 from .graph import REFS, Graph, Input, Node, Ref, Value
@@ -41,23 +40,21 @@ def capture(
     *,
     num_samples: int,
     use: Any = None,
-    sizes: Sequence[int] = (),
+    exact: bool = False,
 ) -> Graph:
     """Capture ``forward(model, batch)`` in the mode (train or eval) the model is in.
 
     ``batch`` holds ``num_samples`` samples; tensors whose first dim is ``num_samples`` are per-sample.
-    ``use(output, batch)`` (the loss), when given, tells which outputs are used. ``sizes`` are the numbers of
-    samples that the graph will meet: each is traced too, so that no branch on the batch size is missed. The
+    ``use(output, batch)`` (the loss), when given, tells which outputs are used. An ``exact`` graph holds for
+    ``num_samples`` alone, of a forward that does something else there; ask :func:`holds_for` about any other. The
     model's state, its buffers and the random state are left as they were. Every rank calls it on one model.
     """
     task = _Task(model=model, forward=forward, batch=batch, num_samples=num_samples, use=use)
-    norms = (m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm) and m.training)
-    least = 1 if next(norms, None) is None else TRACE_SIZES[0]  # a batch norm refuses a sample alone
-    further = sorted(n for n in {num_samples, *sizes} - set(TRACE_SIZES) if n >= least)
-    checked = max(num_samples, least)
+    sizes = (num_samples, num_samples) if exact else TRACE_SIZES
+    checked = num_samples if exact else max(num_samples, TRACE_SIZES[0])
     for _ in range(MAX_ATTEMPTS):
         try:
-            graph = task.attempt((*TRACE_SIZES, *further))
+            graph = task.attempt(sizes)
         except DataDependence as stop:
             if stop.read is not None and task.is_check(stop.read):
                 continue
@@ -69,26 +66,19 @@ def capture(
     raise AssertionError(f"capture did not settle: {task.opaque}")
 
 
-def check_size(graph: Graph, model: nn.Module, forward: Forward, batch: Any, *, num_samples: int) -> None:
-    """Make sure that a graph holds for another number of samples than it was captured for.
-
-    Raises CaptureError when the forward does something else there.
-    """
+def holds_for(graph: Graph, model: nn.Module, forward: Forward, batch: Any, *, num_samples: int) -> bool:
+    """Tell whether a graph holds for a batch of ``num_samples``, or the forward does something else there."""
     if graph.blocked or (num_samples < TRACE_SIZES[0] and any(n.row is not None for n in graph.nodes)):
-        return
+        return True  # a batch norm refuses a sample alone
     task = _Task(model=model, forward=forward, batch=batch, num_samples=num_samples, use=None)
     task.opaque.update(graph.opaque)
     task.checks.update(graph.checks)
     try:
         with kept_state(model), as_in_export():
             agree(graph, task.trace(num_samples))
-    except DataDependence as stop:
-        where = f'module "{stop.module}"' if stop.module else type(model).__name__
-        raise CaptureError(
-            f"the model was captured for other numbers of samples than {num_samples}, for which {where} does "
-            f"something else ({stop.why}). Make all microbatches equally large: a batch_size and a number of "
-            "samples that microbatch_size divides, or drop_last=True."
-        ) from None
+    except DataDependence:
+        return False
+    return True
 
 
 @dataclass(kw_only=True)
@@ -114,8 +104,7 @@ class _Task:
         with kept_state(self.model), as_in_export():
             traces = [self.trace(sizes[0], use=self.use)]
             before = python_state(self.model)
-            for size in sizes[1:]:
-                traces.append(self.trace(size, use=self.use))
+            traces += [self.trace(size, use=self.use, backwards=True) for size in sizes[1:]]
             for path, name in changed_attributes(self.model, before):
                 if any(path == o or path.startswith(f"{o}.") for o in self.opaque):
                     continue
@@ -137,9 +126,9 @@ class _Task:
             module_buffers={p: _names(model, p, m.named_buffers()) for p, m in inner.items()},
         )
 
-    def trace(self, size: int, *, use: Any = None, flip: ReadKey | None = None) -> Trace:
-        """Record one forward of ``size`` samples."""
-        batch = resize_batch(self.batch, self.num_samples, size, backwards=size != TRACE_SIZES[0])
+    def trace(self, size: int, *, use: Any = None, flip: ReadKey | None = None, backwards: bool = False) -> Trace:
+        """Record one forward of ``size`` samples, the batch's last ones first where ``backwards``."""
+        batch = resize_batch(self.batch, self.num_samples, size, backwards=backwards)
         recorder = self.recorder(batch, size, flip)
         return _record(recorder, self.model, self.forward, batch, use)
 

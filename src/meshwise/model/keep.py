@@ -50,9 +50,9 @@ def kept_state(model: nn.Module) -> Iterator[None]:
             module.__dict__.update(values)
         for container, old in contents:
             _refill(container, old)
-        with torch.no_grad():
-            for tensor, old in tensors.values():
-                tensor.copy_(old)
+        for tensor, old in tensors.values():
+            if not torch.equal(tensor, old):
+                tensor.data.copy_(old)  # not seen by autograd: a cell may hold it for its backward
         for generator, state in generators:
             generator.set_state(state)
         random.setstate(states[0])

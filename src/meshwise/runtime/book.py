@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ..job import Job
 from ..layout import Layout
-from ..model.capture import capture, check_size
+from ..model.capture import capture, holds_for
 from ..model.graph import Graph
 from ..model.inputs import Inputs
 from ..model.place import Placement
@@ -74,8 +74,7 @@ class Book:
         self.pages: dict[Hashable, Staged] = {}
         self.graphs: dict[Hashable, Graph] = {}
         self.programs: dict[Any, Any] = {}
-        self.checked: dict[Hashable, set[int]] = {}  # of each graph, the numbers of samples it holds for
-        self.sizes: tuple[int, ...] = ()  # numbers of samples that microbatches are known to have
+        self.fits: dict[Hashable, bool] = {}  # whether the general graph holds for a number of samples
         self.opaque: set[str] = set()
         self.settings: Hashable = None
 
@@ -98,17 +97,25 @@ class Book:
             self.refresh()
         training = self.model.training
         joint = coupled and training and self.job.batch_norm == "batch"
-        structure = structure_of(self._seen(data), num_samples)
-        key = (structure, self.settings, training, joint)
+        of_graph = self._graph_key(structure_of(self._seen(data), num_samples), training, data, num_samples)
+        key = (of_graph, joint)
         found = self.pages.get(key)
         if found is None:
-            found = self.pages[key] = self._capture(key[:3], data, num_samples, joint)
-            self._leave_out(found.graph)
-            self.checked[structure, self.settings, training] = self.checked[key[:3]]
-            self.graphs[structure, self.settings, training] = self.graphs[key[:3]]
-            self.pages[structure, self.settings, training, joint] = found
-        self._check_size(key[:3], data, num_samples)
+            found = self.pages[key] = self._cut(self.graphs[of_graph], joint)
         return key, found
+
+    def _graph_key(self, structure: Hashable, training: bool, data: Any, num_samples: int) -> Hashable:
+        """Name the graph that holds for a microbatch: the general one, or one for its number of samples alone."""
+        kind = (structure, self.settings, training)
+        general = self._graph((*kind, None), data, num_samples)
+        if (kind, num_samples) not in self.fits:
+            with self._autocast():
+                fits = holds_for(general, self.model, self.forward, data, num_samples=num_samples)
+            self.fits[kind, num_samples] = fits
+        if self.fits[kind, num_samples]:
+            return (*kind, None)
+        self._graph((*kind, num_samples), data, num_samples)
+        return (*kind, num_samples)
 
     def _seen(self, data: Any) -> Any:
         """Leave out of a dict what the model's forward does not take and what is no tensor (names, captions)."""
@@ -122,13 +129,6 @@ class Book:
             return torch.autocast(self.device.type, dtype=torch.bfloat16, cache_enabled=False)
         return contextlib.nullcontext()
 
-    def _check_size(self, key: Hashable, data: Any, num_samples: int) -> None:
-        """Make sure that a graph holds for this number of samples. Raises CaptureError when it does not."""
-        if num_samples not in self.checked[key]:
-            with self._autocast():
-                check_size(self.graphs[key], self.model, self.forward, data, num_samples=num_samples)
-            self.checked[key].add(num_samples)
-
     def _leave_out(self, graph: Graph) -> None:
         """Leave opaque modules out of what is watched from now on: they may well count their own calls."""
         more = set(graph.opaque) | ({""} if graph.blocked else set())
@@ -136,17 +136,22 @@ class Book:
             self.opaque |= more
             self.refresh()
 
-    def _capture(self, key: Hashable, data: Any, num_samples: int, joint: bool) -> Staged:
+    def _graph(self, key: tuple[Hashable, ...], data: Any, num_samples: int) -> Graph:
+        """Give the graph of a key (structure, settings, mode, number of samples or None), captured when it is new."""
         if key not in self.graphs:
             use = loss_of(self.job) if self.model.training and self.job.loss_kind != "batch" else None
+            exact = key[3] is not None
             with self._autocast():
-                self.graphs[key] = capture(
-                    self.model, self.forward, data, num_samples=num_samples, use=use, sizes=self.sizes
-                )
-            self.checked[key] = {num_samples, *self.sizes}
+                graph = capture(self.model, self.forward, data, num_samples=num_samples, use=use, exact=exact)
+            self.graphs[key] = graph
+            self._leave_out(graph)
+            self.graphs[key[0], self.settings, key[2], key[3]] = graph
+        return self.graphs[key]
+
+    def _cut(self, graph: Graph, joint: bool) -> Staged:
         statistics = "microbatch" if self.job.batch_norm == "microbatch" and self.model.training else "batch"
         staged = build_stages(
-            self.graphs[key],
+            graph,
             self.layout.num_stages,
             named=self.job.cuts,
             placed=self.placed,

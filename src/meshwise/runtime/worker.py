@@ -80,7 +80,6 @@ class Worker:
         self.model.train()
         self.book = Book(job, layout, self.model, device)
         self._check_slots()
-        self.book.sizes = self._sizes()
         probe = self._probe(self._microbatch_size())
         coupled = len(microbatch_sizes(job.batch_size, job.microbatch)) > 1
         _, self.staged = self.book.staged(probe, coupled=coupled)
@@ -89,15 +88,6 @@ class Worker:
         self.notes = [note, *self._opaque_notes()]
         self.engine = Engine(job, layout, self.model, transport, self.book, self.weigher)
         self._finish_engine()
-
-    def _sizes(self) -> tuple[int, ...]:
-        """List the numbers of samples that the microbatches of an epoch have, as far as that is known."""
-        whole = self.job.batch_size
-        count = self.loader.num_samples or 0
-        rest = 0 if self.drop_last else count % whole
-        batches = [whole] if count >= whole or not count else []
-        found = {n for batch in (*batches, rest) for n in microbatch_sizes(batch, self.job.microbatch)}
-        return tuple(sorted(found))
 
     def _finish_engine(self) -> None:
         self.engine.hooks = take_hooks(self.model.parameters())
