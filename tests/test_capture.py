@@ -282,6 +282,16 @@ def test_a_capture_changes_nothing() -> None:
     assert not hasattr(model.inner, "extra")
 
 
+def test_a_capture_leaves_a_waiting_backward_alone() -> None:
+    """Buffers that the forward only reads are not written to, so a backward that saved them still runs."""
+    model = whole(lambda m, x: m.b(m.a(x) * m.scale))
+    model.register_buffer("scale", torch.ones(6))
+    loss = model(rows()).sum()
+    captured(model)
+    loss.backward()
+    assert model.a.weight.grad is not None
+
+
 def test_batch_norm_is_a_row() -> None:
     """A BatchNorm is recorded as what couples the samples, and its statistics stay as they were."""
     model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 3))
