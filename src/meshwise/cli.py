@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib.util
 import sys
 from collections.abc import Callable
@@ -31,12 +32,30 @@ Threads = Annotated[int, typer.Option(help="Threads of a CPU device.")]
 SetOption = Annotated[list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="Change a field of the job.")]
 
 
+def _reported(command: Callable[..., None]) -> Callable[..., None]:
+    """Turn what a user can cause into a message and an exit code: 2, or 130 for an interrupt."""
+
+    @functools.wraps(command)
+    def run(*args: Any, **kwargs: Any) -> None:
+        try:
+            command(*args, **kwargs)
+        except MeshwiseError as error:
+            typer.echo(f"{type(error).__name__}: {error}", err=True)
+            raise typer.Exit(2) from None
+        except KeyboardInterrupt:
+            typer.echo("interrupted; all ranks are gone", err=True)
+            raise typer.Exit(130) from None
+
+    return run
+
+
 @app.callback()
 def _root() -> None:
     """Train one PyTorch job on any mesh of devices, with the same result, bit for bit."""
 
 
 @app.command()
+@_reported
 def train(
     file: FileArgument,
     devices: Devices = None,
@@ -59,6 +78,7 @@ def train(
 
 
 @app.command()
+@_reported
 def verify(
     file: FileArgument,
     devices: Devices = None,
@@ -79,6 +99,7 @@ def verify(
 
 
 @app.command()
+@_reported
 def export(
     run: Annotated[Path, typer.Argument(help="Folder of a run, or a checkpoint.")],
     to: Annotated[Path, typer.Option(help="File to write, .safetensors.")],
@@ -143,23 +164,4 @@ def _load_module(path: Path) -> Any:
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line; the exit code is 0 only when all of it worked."""
-    sys.exit(_run(lambda: app(args=arguments, standalone_mode=False)))
-
-
-def _run(command: Callable[[], Any]) -> int:
-    import click
-
-    try:
-        code = command()
-        return code if isinstance(code, int) else 0
-    except MeshwiseError as error:
-        typer.echo(f"{type(error).__name__}: {error}", err=True)
-        return 2
-    except click.exceptions.Exit as stop:
-        return stop.exit_code
-    except click.ClickException as error:
-        error.show()
-        return error.exit_code
-    except (KeyboardInterrupt, click.Abort):
-        typer.echo("interrupted; all ranks are gone", err=True)
-        return 130
+    app(args=arguments)
