@@ -36,16 +36,19 @@ def choose_layout(job: Job, layout: str | Layout, devices: int | None) -> Layout
 
     Raises LayoutError when layout and devices contradict each other.
     """
-    if isinstance(layout, Layout) or layout.strip() != "auto":
-        return Layout.parse(layout, devices=devices)
-    available = devices if devices is not None else num_devices()
     slots = len(slot_ranges(len(microbatch_sizes(job.batch_size, job.microbatch)), job.slots))
-    if devices is not None and devices > slots:
+    if isinstance(layout, Layout) or layout.strip() != "auto":
+        chosen = Layout.parse(layout, devices=devices)
+        asked = f"dp={chosen.dp}"
+    else:
+        available = devices if devices is not None else min(num_devices(), slots)
+        chosen, asked = Layout(dp=available), f"devices={available} (one replica each)"
+    if chosen.dp > slots:
         raise LayoutError(
-            f"devices={devices}, but a step has only {slots} slots to share between replicas; use devices={slots} at "
-            "most, a smaller microbatch_size, or a layout with pp."
+            f"{asked}, but a step has only {slots} slots to share between replicas; use dp={slots} at most (and pp for "
+            f"more devices), a smaller microbatch_size (now {job.microbatch}), or more slots (now {job.slots})."
         )
-    return Layout(dp=min(available, slots))
+    return chosen
 
 
 def make_transport(layout: Layout, rank: int, device: torch.device) -> Transport:

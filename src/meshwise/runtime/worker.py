@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from ..data.loader import MicrobatchLoader
 from ..data.order import epoch_order, num_steps, step_ids
-from ..errors import CaptureError, DataError, JobError, LayoutError
-from ..grid import microbatch_sizes, slot_ranges
+from ..errors import CaptureError, DataError, JobError
+from ..grid import microbatch_sizes
 from ..job import Job
 from ..layout import Layout
 from ..parallel.transport import Transport
@@ -79,7 +79,6 @@ class Worker:
         self.model = build_model(job, device)
         self.model.train()
         self.book = Book(job, layout, self.model, device)
-        self._check_slots()
         probe = self._probe(self._microbatch_size())
         coupled = len(microbatch_sizes(job.batch_size, job.microbatch)) > 1
         _, self.staged = self.book.staged(probe, coupled=coupled)
@@ -100,16 +99,6 @@ class Worker:
         return move(data, self.device, self.job.precision)
 
     # ---- checks ----------------------------------------------------------------------------------
-
-    def _check_slots(self) -> None:
-        sizes = microbatch_sizes(self.job.batch_size, self.job.microbatch)
-        num_slots = len(slot_ranges(len(sizes), self.job.slots))
-        if self.layout.dp > num_slots:
-            raise LayoutError(
-                f"dp={self.layout.dp}, but a step of {len(sizes)} microbatches has only {num_slots} slots to share; "
-                f"use dp={num_slots} at most, a smaller microbatch_size (now {self.job.microbatch}), "
-                f"or more slots (now {self.job.slots})."
-            )
 
     def _check_blocked(self) -> None:
         graph = self.staged.graph
