@@ -171,11 +171,13 @@ class Engine:
         return self.captures[m]
 
     def stages_for(self, key: Any, staged: Staged) -> dict[int, StageState]:
+        """Give this rank's stage states for one capture."""
         if key not in self.states:
             self.states[key] = {s: StageState(self.model, staged, s) for s in self.my_stages}
         return self.states[key]
 
     def state(self, stage: int, m: int) -> tuple[Any, Staged, StageState]:
+        """Give a microbatch's data, its cut graph and a stage's state, begun for this step."""
         if (stage, m) in self.stage_views:
             return self.stage_views[stage, m]  # type: ignore[no-any-return]
         data = self.batch.microbatch(m)
