@@ -29,7 +29,7 @@ class Flat:
     """
 
     def __init__(self, likes: Sequence[Tensor], counts: Sequence[int], me: int, *, one_row: bool) -> None:
-        self.likes, self.counts = likes, tuple(counts)
+        self.likes, self.counts, self.one_row = likes, tuple(counts), one_row
         offsets, length = layout(likes, len(counts))
         self.share = length // len(counts)
         like = likes[0]
@@ -57,6 +57,10 @@ class Flat:
 
     def fill(self, node: int, grads: Sequence[Tensor | None]) -> None:
         """Put one partial sum in its place."""
+        whole = [g for g in grads if g is not None]
+        if self.one_row and len(whole) == len(self.views):
+            torch._foreach_copy_(self.views, whole)
+            return
         flat = [None if g is None else in_memory_order(g, t) for g, t in zip(grads, self.likes, strict=True)]
         into, found = [], []
         for k, place, start, stop in self.pieces[node]:

@@ -238,7 +238,6 @@ class Engine:
             yield from couple_forward(self, stage, k)
         if self.weigher.kind == "batch" and self.my_stages[-1] == self.layout.num_stages - 1:
             yield from couple_loss(self)
-        self.losses.post()
         for stage, k in reversed(rows):
             yield from couple_backward(self, stage, k)
 
@@ -284,13 +283,6 @@ class Engine:
             loss = None if cell.loss is None else cell.loss.detach()
             cell = Cell(takes=takes, gives=gives, loss=loss, rows=cell.rows, whole=cell.whole, later=[])
         self.cells[stage, m, k] = cell
-        if (
-            stage == self.layout.num_stages - 1
-            and last
-            and m == self.local[-1]
-            and self.weigher.kind != "batch"
-        ):
-            self.losses.post()
 
     def _takes(self, stage: int, m: int, k: int) -> Values:
         if k > 0:

@@ -24,6 +24,7 @@ TIE_TAG = 1 << 22
 
 def finish_step(engine: Engine) -> Generator[None, None, StepResult]:
     """Finish a step on one rank: every rank of the mesh does it together."""
+    engine.losses.post()
     yield from _sum_buckets(engine)
     losses, measures = yield from engine.losses.gather()
     fine = engine.losses.check(losses)

@@ -1,4 +1,4 @@
-"""The losses of a step: weights of microbatches, values told to all ranks behind the backward."""
+"""The losses of a step: weights of microbatches, values told to all ranks."""
 
 from __future__ import annotations
 
@@ -43,15 +43,10 @@ class LossTable:
                 self.weights[m] = self.measures[m] / (weigher.per_sample * total)
             else:
                 self.measures[m] = self.weights[m] = share
-        if engine.my_stages[-1] != engine.layout.num_stages - 1:
-            self.post()  # nothing to tell; what the last stage tells arrives meanwhile
 
     def post(self) -> None:
-        """Send this rank's microbatch losses on their way to all ranks, behind the backward; once a step."""
-        if self.gathered is not None:
-            return
+        """Send this rank's microbatch losses on their way to all ranks, while gradients are on theirs."""
         if len(self.engine.world) == 1:
-            self.gathered = []
             return
         mark, height = self.engine.gradients.mark, max(1, *self.engine.share.counts)
         told = [[0.0, self.measures[m], mark] for m in self.engine.local]
@@ -64,8 +59,6 @@ class LossTable:
 
     def gather(self) -> Steps:
         """Give (losses, measures) of all microbatches of the step, in order."""
-        if self.gathered is None:
-            self.post()
         if len(self.engine.world) == 1:
             return [float(self.values[m]) for m in self.engine.local], list(self.measures.values())
         parts = yield from wait_for(self.gathered)

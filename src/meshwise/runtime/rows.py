@@ -135,7 +135,6 @@ def couple_loss(engine: Engine) -> Steps:
             for m in engine.local
         }
     )
-    engine.losses.post()
 
 
 def _by_gives(engine: Engine, m: int, grads: list[Tensor | None], output: Any) -> Values:
