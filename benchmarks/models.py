@@ -104,9 +104,7 @@ def small_mlp() -> nn.Sequential:
 
 def wide_mlp(width: int = 2048, depth: int = 8) -> nn.Sequential:
     """Build ``depth`` linear layers of one width, each with a ReLU."""
-    return nn.Sequential(
-        *(layer for _ in range(depth) for layer in (nn.Linear(width, width), nn.ReLU()))
-    )
+    return nn.Sequential(*(layer for _ in range(depth) for layer in (nn.Linear(width, width), nn.ReLU())))
 
 
 def resnet() -> nn.Sequential:

@@ -32,11 +32,17 @@ def optimizer_for(parameters: Any) -> torch.optim.Optimizer:
 def feed(data: Data, batch: int, rank: int = 0, ranks: int = 1) -> Iterator[Data]:
     """Give shuffled batches for ever by indexing the tensors; rank r takes the r-th part of each."""
     x, y = data
+    for whole in shuffled(len(x), batch * ranks):
+        ids = whole[rank * batch : (rank + 1) * batch]
+        yield x[ids], y[ids]
+
+
+def shuffled(count: int, batch: int) -> Iterator[Tensor]:
+    """Give the ids of whole batches for ever, in a new order each epoch, the same on every rank."""
+    generator = torch.Generator().manual_seed(0)
     while True:
-        order = torch.randperm(len(x))
-        for start in range(0, len(x) - batch * ranks + 1, batch * ranks):
-            ids = order[start + rank * batch : start + (rank + 1) * batch]
-            yield x[ids], y[ids]
+        order = torch.randperm(count, generator=generator)
+        yield from order[: count - count % batch].split(batch)
 
 
 def plain_loop(case: Case, data: Data) -> Run:
@@ -50,9 +56,7 @@ def ddp_loop(case: Case, data: Data) -> Run:
     """Train with DDP, gradients as views of its buckets, the graph declared static."""
     torch.manual_seed(0)
     group = dist.new_group()
-    model = DistributedDataParallel(
-        case.build(), process_group=group, gradient_as_bucket_view=True, static_graph=True
-    )
+    model = DistributedDataParallel(case.build(), process_group=group, gradient_as_bucket_view=True, static_graph=True)
     return _loop(model, feed(data, case.batch, dist.get_rank(), dist.get_world_size()))
 
 
@@ -102,16 +106,16 @@ class StockPipeline:
         self.schedule = kind(given, microbatches, loss_fn=loss)
         self.first, self.last = 0 in mine, count - 1 in mine
         self.optimizer = optimizer_for([p for s in mine for p in parts[s].parameters()])
-        self.batches = feed(data, case.microbatch * microbatches)
+        self.data, self.ids = data, shuffled(len(data[0]), case.microbatch * microbatches)
 
     def run(self, steps: int) -> None:
         """Run this many optimizer steps."""
         for _ in range(steps):
-            x, y = next(self.batches)
+            ids = next(self.ids)
             losses: list[Tensor] = []
-            given = (x,) if self.first else ()
+            given = (self.data[0][ids],) if self.first else ()
             if self.last:
-                self.schedule.step(*given, target=y, losses=losses)
+                self.schedule.step(*given, target=self.data[1][ids], losses=losses)
             else:
                 self.schedule.step(*given)
             self.optimizer.step()

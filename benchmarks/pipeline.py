@@ -163,9 +163,7 @@ def _watch_stock(peer: StockPipeline, spans: list[Span]) -> None:
 
 def _bubble(name: str, schedule: str, ours: list[Any], stock: list[Any]) -> Bubble:
     virtual = 2 if schedule == "interleaved" else 1
-    program = build_program(
-        schedule, num_ranks=2, num_microbatches=MICROBATCHES, virtual=virtual, tail=False
-    )
+    program = build_program(schedule, num_ranks=2, num_microbatches=MICROBATCHES, virtual=virtual, tail=False)
     return Bubble(
         case=name,
         schedule=schedule,

@@ -15,7 +15,7 @@ from .ours import ours
 from .peers import ddp_loop, plain_loop
 
 Seconds = dict[str, tuple[float, ...]]
-UNEVEN = 3  # microbatches a replica in the second comparison of exact and fast: 6 a step, no power of two
+PARTS = 3  # microbatches a replica in the second comparison of exact and fast
 
 
 def make_data(case: Case) -> Data:
@@ -52,16 +52,16 @@ def replicas(names: list[str], effort: Effort) -> list[Row]:
         found = run_ranks(partial(_replicas, name, effort), 2, timeout=1800)[0]
         rows.append(_row("dp", name, found, "dp=2", "DDP", 1.00))
         rows.append(_row("exactness", name, found, "dp=2", "dp=2 fast", 1.05))
-        rows.append(_row("exactness", name, found, "dp=2 uneven", "dp=2 uneven fast", 1.05))
+        rows.append(_row("exactness", name, found, "dp=2 in parts", "dp=2 in parts fast", 1.05))
     return rows
 
 
 def _replicas(name: str, effort: Effort, context: Any) -> Seconds:
-    """Measure DDP and meshwise on the same batch a rank; "uneven" parts it in 3 microbatches a rank."""
+    """Measure DDP and meshwise on the same batch a rank; "in parts" cuts it in 3 microbatches a rank."""
     case = CASES[name]
     data = make_data(case)
     batch = 2 * case.batch
-    part = max(1, case.batch // UNEVEN)
+    part = max(1, case.batch // PARTS)
     found = interleave(
         {
             "dp=2": ours(case, data, "dp=2", batch=batch, microbatch=case.batch),
@@ -70,12 +70,12 @@ def _replicas(name: str, effort: Effort, context: Any) -> Seconds:
         },
         effort,
     )
-    size = 2 * UNEVEN * part
-    uneven = {
-        f"dp=2 uneven{end}": ours(case, data, f"dp=2{layout}", batch=size, microbatch=part)
+    size = 2 * PARTS * part
+    parted = {
+        f"dp=2 in parts{end}": ours(case, data, f"dp=2{layout}", batch=size, microbatch=part)
         for end, layout in (("", ""), (" fast", ",reduction=fast"))
     }
-    return found | interleave(uneven, effort)
+    return found | interleave(parted, effort)
 
 
 def _row(part: str, case: str, found: Seconds, ours: str, theirs: str, target: float) -> Row:

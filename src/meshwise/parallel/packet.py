@@ -50,6 +50,15 @@ def form_of(tensor: Tensor | None) -> Form | None:
     )
 
 
+def _fits(tensors: tuple[Tensor | None, ...], header: Header) -> bool:
+    """Tell whether tensors still look as the header says."""
+    return len(tensors) == len(header) and all(
+        (t is None and f is None)
+        or (t is not None and f is not None and t.shape == f.shape and t.stride() == f.stride and t.requires_grad == f.requires_grad)
+        for t, f in zip(tensors, header, strict=True)
+    )
+
+
 def unexpand(tensor: Tensor) -> Tensor:
     """Narrow expanded (stride 0) dims to one element."""
     for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
@@ -114,13 +123,14 @@ class Courier:
         self, tensors: tuple[Tensor | None, ...], to: int, tag: int, key: Hashable, *, static: bool
     ) -> None:
         """Send a packet; ``key`` names packets that look alike, ``static`` says that they always do."""
-        header = tuple(form_of(t) for t in tensors)
-        if not static or self.sent.get(key) is None:
+        header = self.sent.get(key) if static else None
+        if header is None:
+            header = tuple(form_of(t) for t in tensors)
             data = torch.frombuffer(bytearray(pickle.dumps(header)), dtype=torch.uint8).to(self.device)
             self.transport.send(torch.tensor([data.numel()], device=self.device), to, tag + 2 * HEADER_TAG)
             self.transport.send(data, to, tag + HEADER_TAG)
             self.sent[key] = header
-        assert self.sent[key] == header, f"packet {key} changed its form: {self.sent[key]} -> {header}"
+        assert _fits(tensors, header), f"packet {key} changed its form: {header} -> {tuple(map(form_of, tensors))}"
         payload = self._payload(tensors, header)
         if payload.numel():
             self.num_bytes += payload.numel()

@@ -34,6 +34,9 @@ class LossTable:
         engine = self.engine
         weigher, total = engine.weigher, engine.batch.num_samples
         self.values, self.gathered, self.weights, self.measures = {}, None, {}, {}
+        if engine.my_stages[-1] != engine.layout.num_stages - 1:
+            self.measures = dict.fromkeys(engine.local, 0.0)  # the last stage weighs, and tells
+            return
         for m in engine.local:
             share = engine.batch.sizes[m] / total
             if weigher.kind in ("sum", "batch"):

@@ -56,7 +56,8 @@ class Messages:
 
     def post_ahead(self, at: int) -> None:
         """Post the next receives, so that data can arrive while cells run."""
-        for action in self.engine.program[at : at + LOOKAHEAD]:
-            if action.op in RECEIVES and self.posted.get(action) is None:
+        program = self.engine.program
+        for action in program[at + LOOKAHEAD - 1 : at + LOOKAHEAD] if at else program[:LOOKAHEAD]:
+            if action.op in RECEIVES:
                 peer, tag, key = self._route(action)
                 self.posted[action] = self.courier.post(peer, tag, key, static=self.engine.staged.static)
