@@ -25,7 +25,7 @@ zoo: $(VENV)/.stamp-test
 	$(BIN)/python -m pytest -q -m zoo
 
 bench: $(VENV)/.stamp-test
-	@for file in benchmarks/[a-z]*.py; do echo "== $$file"; $(BIN)/python "$$file" || exit 1; done
+	$(BIN)/python -m benchmarks
 
 clean:
 	rm -rf build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis benchmarks/out

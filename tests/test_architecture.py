@@ -24,7 +24,7 @@ MODEL = PURE | {"model"}
 PARALLEL = MODEL | {"parallel"}
 RUNTIME = PARALLEL | {"data", "checkpoint", "runtime"}
 LAUNCH = RUNTIME | {"launch"}
-SURFACE = {"compare", "epochs", "session", "train", "verify"}  # what `import meshwise` offers
+SURFACE = {"compare", "epochs", "session", "training", "verification"}  # what `import meshwise` offers
 
 MAY_IMPORT: dict[str, set[str]] = {
     **{name: VALUES for name in VALUES},

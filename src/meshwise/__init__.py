@@ -10,18 +10,18 @@ from .layout import Layout
 
 if TYPE_CHECKING:
     from .session import Session
-    from .train import TrainResult, train
-    from .verify import Verdict, verify
+    from .training import TrainResult, train
+    from .verification import Verdict, verify
 
 __version__ = "0.1.0"
 __all__ = ["Job", "Layout", "MeshwiseError", "Session", "TrainResult", "Verdict", "train", "verify"]
 
 _LAZY = {
     "Session": "session",
-    "TrainResult": "train",
-    "train": "train",
-    "Verdict": "verify",
-    "verify": "verify",
+    "TrainResult": "training",
+    "train": "training",
+    "Verdict": "verification",
+    "verify": "verification",
 }
 
 

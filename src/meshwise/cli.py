@@ -69,7 +69,7 @@ def train(
 ) -> None:
     """Train the job in FILE."""
     job = load_job(file, changes or [])
-    from .train import train as train_job
+    from .training import train as train_job
 
     result = train_job(
         job, devices=devices, layout=layout, epochs=epochs, steps=steps, run=run, resume=resume, threads=threads
@@ -90,7 +90,7 @@ def verify(
 ) -> None:
     """Compare the job under a layout with one device, bit for bit. Exits 1 when they differ."""
     job = load_job(file, changes or [])
-    from .verify import verify as verify_job
+    from .verification import verify as verify_job
 
     verdict = verify_job(job, layout, devices=devices, steps=steps, threads=threads, plain=plain)
     typer.echo(str(verdict))

@@ -59,9 +59,9 @@ class Progress:
             f"[bold]meshwise[/bold]: layout {event.layout} on {devices}; run folder {escape(event.folder)}"
         )
         for note in event.notes:
-            self.console.print(f"  {escape(note)}", style="dim", highlight=False)
+            self.console.print(f"  {escape(note)}", style="dim", highlight=False, soft_wrap=True)
         for warning in event.warnings:
-            self.console.print(f"  warning: {escape(warning)}", style="yellow", highlight=False)
+            self.console.print(f"  warning: {escape(warning)}", style="yellow", highlight=False, soft_wrap=True)
         self.num_epochs = event.num_epochs
         self.task = self.bar.add_task("training", total=event.num_steps or None, loss="")
         if self.console.is_terminal:
@@ -87,7 +87,7 @@ class Progress:
         if event.num_evaluated:
             parts.append(f"({event.num_evaluated} test samples, each once)")
         parts.append(f"{event.num_samples} samples, {event.seconds:.1f} s")
-        self.console.print("  ".join(parts), highlight=False)
+        self.console.print("  ".join(parts), highlight=False, soft_wrap=True)
 
     def _end(self, event: RunEnded) -> None:
         self.bar.stop()
