@@ -56,7 +56,8 @@ class Progress:
     def _start(self, event: RunStarted) -> None:
         devices = f"{event.num_devices} device{'s' if event.num_devices != 1 else ''}"
         self.console.print(
-            f"[bold]meshwise[/bold]: layout {event.layout} on {devices}; run folder {escape(event.folder)}"
+            f"[bold]meshwise[/bold]: layout {event.layout} on {devices}; run folder {escape(event.folder)}",
+            soft_wrap=True,
         )
         for note in event.notes:
             self.console.print(f"  {escape(note)}", style="dim", highlight=False, soft_wrap=True)
