@@ -52,10 +52,17 @@ def form_of(tensor: Tensor | None) -> Form | None:
 
 def _fits(tensors: tuple[Tensor | None, ...], header: Header) -> bool:
     """Tell whether tensors still look as the header says."""
-    return len(tensors) == len(header) and all(
-        (t is None and f is None)
-        or (t is not None and f is not None and t.shape == f.shape and t.stride() == f.stride and t.requires_grad == f.requires_grad)
-        for t, f in zip(tensors, header, strict=True)
+    return len(tensors) == len(header) and all(map(_alike, tensors, header))
+
+
+def _alike(tensor: Tensor | None, form: Form | None) -> bool:
+    if tensor is None or form is None:
+        return tensor is None and form is None
+    return (
+        tensor.shape == form.shape
+        and tensor.stride() == form.stride
+        and tensor.dtype == form.dtype
+        and tensor.requires_grad == form.requires_grad
     )
 
 
