@@ -99,7 +99,7 @@ def count_items(batch: Any, ignore_index: int, shift: int) -> int:
     for leaf in leaves(target_of(batch)):
         if isinstance(leaf, Tensor) and not leaf.is_floating_point():
             part = leaf[:, shift:] if shift and leaf.ndim > 1 else leaf
-            total += int((part != ignore_index).sum())
+            total += int(torch.count_nonzero(part != ignore_index))
     return total
 
 
