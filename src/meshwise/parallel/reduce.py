@@ -187,6 +187,7 @@ class Reducer:
         for row in range(flat.nodes):
             grads = bucket.nodes.get(nodes[row], nothing) if nodes else nothing
             flat.fill(row, [grads[k] for k in ks])
+            del grads  # else their memory could not serve the rest of the backward
         self.num_bytes += flat.sent.numel() * flat.sent.element_size()
         if self._plain(dtype):
             yield from _poll(self.transport.all_reduce(flat.total, self.group))
