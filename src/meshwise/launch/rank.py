@@ -23,6 +23,7 @@ from meshwise.errors import LaunchError
 from meshwise.launch import settings, ship
 from meshwise.launch.environment import Environment, device_for, init_process_group
 from meshwise.launch.failures import describe
+from meshwise.launch.memory import keep_freed_memory
 from meshwise.launch.rendezvous import Rendezvous, connect
 
 LINGER_SECONDS = 2.0
@@ -81,6 +82,7 @@ def main(start: Start) -> None:
     reporter = _Reporter(start.rank, start.connection)
     try:
         _resemble_parent(start)
+        keep_freed_memory()
         context = _join(start, reporter)
         result = ship.dumps(_load(start)(context), what="the result")
     except BaseException as error:  # noqa: BLE001 - also SystemExit: the parent must hear of it
@@ -97,6 +99,7 @@ def join_environment(environment: Environment, *, threads: int, emit: Callable[[
     Raises LaunchError where the ranks cannot meet, or this host has no accelerator for this one.
     """
     torch.set_num_threads(threads)
+    keep_freed_memory()
     device = device_for(environment.local_rank)
     init_process_group(environment, device=device)
     return RankContext(environment=environment, device=device, threads=threads, emit=emit)
