@@ -138,6 +138,14 @@ def _watch_ours(mine: Ours, spans: list[Span]) -> None:
         return result
 
     engine._run = run
+    settle = engine.gradients.settle
+
+    def timed_settle() -> None:
+        start = time.perf_counter()
+        settle()
+        spans.append(("add", -1, start, time.perf_counter()))
+
+    engine.gradients.settle = timed_settle
 
 
 def _watch_stock(peer: StockPipeline, spans: list[Span]) -> None:

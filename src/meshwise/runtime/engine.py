@@ -37,6 +37,8 @@ from .rows import couple_backward, couple_forward, couple_loss
 from .step import Share, StepBatch, StepResult, mixed_step
 
 Steps = Generator[None, None, Any]
+# What other ranks may wait for; it goes before gradients are added up.
+BEFORE_SETTLING = (Op.FORWARD, Op.SEND_ACTIVATION, Op.SEND_GRADIENT)
 
 
 class Engine:
@@ -92,9 +94,12 @@ class Engine:
         for at, action in enumerate(self.program):
             self.messages.post_ahead(at)
             begun = time.perf_counter() if self.spans is not None else 0.0
+            if action.op not in BEFORE_SETTLING:
+                self.gradients.settle()
             yield from self._run(action)
             if self.spans is not None:
                 self.spans.append((action, begun, time.perf_counter()))
+        self.gradients.settle()
         if not self.local:
             yield from self._idle_rows()
         result: StepResult = yield from finish_step(self)
@@ -205,7 +210,7 @@ class Engine:
                 self._backward_input(stage, m)
             case Op.BACKWARD_WEIGHT:
                 cell = self.cells.pop((stage, m, 0))
-                self.gradients.collect(stage, m, 0, self.state(stage, m)[2].backward_weight(cell), cell)
+                self.gradients.collect(stage, m, 0, self.state(stage, m)[2].backward_weight(cell))
             case Op.SEND_ACTIVATION:
                 self.messages.send(action, self.outgoing.pop((stage, m)))
             case Op.SEND_GRADIENT:
@@ -347,7 +352,7 @@ class Engine:
         taken, leaf_grads = self.state(stage, m)[2].backward(cell, grads)
         self.gradients.armed = False
         self._pass_down(stage, m, k, taken)
-        self.gradients.collect(stage, m, k, leaf_grads, cell)
+        self.gradients.collect(stage, m, k, leaf_grads)
 
     def _backward_input(self, stage: int, m: int) -> None:
         cell = self.cells[stage, m, 0]

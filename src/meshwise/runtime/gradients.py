@@ -17,8 +17,7 @@ from ..model.stages import Staged
 from ..parallel.reduce import Reducer, make_buckets
 
 if TYPE_CHECKING:
-    from .cells import Cell
-    from .engine import Engine
+        from .engine import Engine
 
 BUCKET_BYTES = 4  # bytes an element counts for when sites are grouped in buckets
 
@@ -36,6 +35,7 @@ class Gradients:
         self.overlap_for: int | None = None  # the set of trainable parameters that the hooks were made for
         self.armed = False
         self.mark = 0.0
+        self.unsettled: tuple[int, int, int, list[Tensor | None]] | None = None
         self.sums: dict[tuple[int, Site], Tensor | None] = {}
         self.row_sums: dict[tuple[int, int], dict[int, list[Tensor | None]]] = {}
 
@@ -44,7 +44,7 @@ class Gradients:
         self._setup(staged)
         engine, reducer = self.engine, self.reducer
         assert reducer is not None
-        self.sums, self.row_sums = {}, {}
+        self.sums, self.row_sums, self.unsettled = {}, {}, None
         known = staged.static and not engine.share.has_idle
         reducer.begin(len(engine.share.slots), engine.share.replicas, presence_known=known, likes=self.likes)
         self.pushed = dict.fromkeys(range(len(reducer.buckets)), 0)
@@ -131,8 +131,21 @@ class Gradients:
 
         return hook
 
-    def collect(self, stage: int, m: int, k: int, leaf_grads: list[Tensor | None], cell: Cell) -> None:
-        """Take the gradients a cell's backward left; the slot's last microbatch hands them to the reduction."""
+    def collect(self, stage: int, m: int, k: int, leaf_grads: list[Tensor | None]) -> None:
+        """Take the gradients a cell's backward left; in a pipeline they wait for :meth:`settle`."""
+        if self.engine.layout.pp > 1:
+            self.unsettled = (stage, m, k, leaf_grads)
+        else:
+            self._collect(stage, m, k, leaf_grads)
+
+    def settle(self) -> None:
+        """Add up the gradients that wait: after what other ranks wait for is sent, before the next backward."""
+        if self.unsettled is not None:
+            waiting, self.unsettled = self.unsettled, None
+            self._collect(*waiting)
+
+    def _collect(self, stage: int, m: int, k: int, leaf_grads: list[Tensor | None]) -> None:
+        """Add a cell's gradients; the slot's last microbatch hands them to the reduction."""
         segment = self.engine.state(stage, m)[2].segments[k]
         if leaf_grads:
             self._add_grads(stage, m, segment.sites, leaf_grads, segment.row_sites, k)
