@@ -15,10 +15,10 @@ import time, torch
 from torch import nn
 from torch.utils.data import TensorDataset
 import meshwise as mw
-from meshwise.events import StepEnded
+from meshwise.events import EpochEnded, StepEnded
 
 def show(event):
-    if isinstance(event, StepEnded):
+    if isinstance(event, (StepEnded, EpochEnded)):  # steps are not all told
         print("first step", time.time(), flush=True)
 
 if __name__ == "__main__":
