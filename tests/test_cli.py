@@ -1,16 +1,19 @@
 """The command line, the README's words and the examples, as a new user meets them."""
 
+import importlib
 import re
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import nn
+from torch.utils.data import TensorDataset
 from typer.testing import CliRunner, Result
 
 import meshwise as mw
 from meshwise.cli import app, load_job, parse_change
-from meshwise.errors import JobError
+from meshwise.errors import JobError, LaunchError
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
@@ -80,7 +83,7 @@ def test_verify_exits_with_1_and_names_the_first_difference(tmp_path: Path) -> N
         (["train", EXAMPLES / "digits_mlp.py", "--layout", "dq=2"], "unknown key 'dq'"),
         (["train", EXAMPLES / "digits_mlp.py", "--layout", "dp=2", "--devices", "3"], "uses 2 devices"),
         (["train", EXAMPLES / "digits_mlp.py", "--layout", "dp=9"], "use dp=8 at most"),
-        (["train", EXAMPLES / "digits_mlp.py", "--layout", "pp=5"], "Use at most pp=2"),
+        (["train", EXAMPLES / "digits_mlp.py", "--layout", "pp=5"], "Use at most pp=2,"),
         (["train", EXAMPLES / "digits_mlp.py", "--set", "sise=3"], "no field of a Job"),
         (["train", EXAMPLES / "digits_mlp.py", "--resume", "nowhere"], "nowhere"),
         (["export", "nowhere", "--to", "x"], "nowhere"),
@@ -121,3 +124,62 @@ def test_examples_train_at_a_small_size(example: str, layout: str, tmp_path: Pat
     result = mw.train(job, layout=layout, steps=2, run=tmp_path / "run", progress=False)
     assert result.num_steps == 2
     assert torch.isfinite(torch.tensor(result.loss))
+
+
+IMPORTED = """
+import torch, meshwise as mw
+from torch import nn
+from torch.utils.data import TensorDataset
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Linear(4, 2)
+    def forward(self, x):
+        return self.a(x)
+
+job = mw.Job(model=Net, loss=nn.MSELoss(), optimizer=lambda p: torch.optim.SGD(p, lr=0.1),
+             train_data=TensorDataset(torch.zeros(16, 4), torch.zeros(16, 2)), batch_size=8)
+mw.train(job, devices=2, progress=False)
+"""
+
+
+def test_a_module_that_trains_when_imported_is_refused_in_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks never start ranks: the message says to guard the call."""
+    (tmp_path / "trains_on_import.py").write_text(IMPORTED)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(LaunchError, match="__main__"):
+        importlib.import_module("trains_on_import")
+
+
+class Recurrent(nn.Module):
+    """An LSTM with dropout between its layers, and attention with dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(8, 8, 2, dropout=0.2, batch_first=True)
+        self.attention = nn.TransformerEncoderLayer(8, 2, 16, 0.1, batch_first=True)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Map sequences to scores."""
+        return self.head(self.attention(self.lstm(x)[0]).mean(1))
+
+
+def test_dropout_inside_calls_is_left_out_of_the_plain_comparison() -> None:
+    """Recurrent and attention dropout, and a weighted loss, do not keep the plain loop from agreeing."""
+    data = TensorDataset(torch.randn(24, 5, 8), torch.randint(0, 3, (24,)))
+    job = mw.Job(
+        model=Recurrent(),
+        loss=nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 3.0])),
+        optimizer=lambda params: torch.optim.AdamW(params, lr=0.01),
+        train_data=data,
+        batch_size=12,
+        microbatch_size=5,
+    )
+    verdict = mw.verify(job, "dp=2", steps=2)
+    assert verdict, str(verdict)
+    assert "the same up to rounding" in str(verdict)

@@ -124,8 +124,10 @@ def load_job(text: str, changes: list[str]) -> Job:
     module = _load_module(Path(path))
     found = getattr(module, name or "job", None)
     if found is None:
-        jobs = sorted(n for n, v in vars(module).items() if isinstance(v, Job))
-        have = ", ".join(jobs) or "no Job"
+        own = {n: v for n, v in vars(module).items() if getattr(v, "__module__", None) == module.__name__}
+        jobs = [n for n, v in vars(module).items() if isinstance(v, Job)]
+        functions = [n for n, v in own.items() if callable(v) and not isinstance(v, type) and not n.startswith("_")]
+        have = ", ".join(sorted({*jobs, *functions})) or "no Job and no function"
         raise JobError(f"{path} has no {name or 'job'!r}; it has: {have}. Name one as FILE:NAME.")
     job = found() if callable(found) and not isinstance(found, Job) else found
     if not isinstance(job, Job):

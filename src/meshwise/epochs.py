@@ -101,12 +101,13 @@ def _run_epoch(
     session: Session, epoch: int, within: int, left: int | None, report: Callable[[Event], None]
 ) -> EpochEnded:
     start = last = time.monotonic()
-    total, samples = 0.0, 0
+    total, samples, skipped = 0.0, 0, 0
     for number, batch in enumerate(session.worker.batches(epoch, within)):
         if left is not None and number >= left:
             break
         result = session.step(batch)
         now = time.monotonic()
+        skipped += result.skipped
         if not result.skipped:
             total += result.loss * (result.num_samples if session.worker.weigher.kind != "sum" else 1)
             samples += result.num_samples
@@ -131,6 +132,7 @@ def _run_epoch(
         seconds=time.monotonic() - start,
         metrics=metrics,
         num_evaluated=evaluated,
+        num_skipped=skipped,
     )
 
 

@@ -54,6 +54,7 @@ class EpochEnded(Event):
     seconds: float
     metrics: dict[str, float] = field(default_factory=dict)
     num_evaluated: int = 0
+    num_skipped: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

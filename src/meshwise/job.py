@@ -66,8 +66,8 @@ class Job:
         for name in ("batch_size", "slots"):
             if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
                 raise JobError(f"{name}={getattr(self, name)!r}; it must be a whole number of at least 1.")
-        if self.epochs < 0:
-            raise JobError(f"epochs={self.epochs}; it must be at least 0.")
+        if not isinstance(self.epochs, int) or self.epochs < 0:
+            raise JobError(f"epochs={self.epochs!r}; it must be a whole number of at least 0.")
         self._check_choice("loss_kind", LOSS_KINDS)
         self._check_choice("batch_norm", ("batch", "microbatch"))
         self._check_choice("on_nonfinite", ("stop", "skip"))
@@ -75,11 +75,14 @@ class Job:
         self._check_microbatches()
         for name in ("model", "optimizer"):
             if not callable(getattr(self, name)):
-                raise JobError(f"{name}={getattr(self, name)!r} is not callable; see meshwise.Job.")
+                how = (
+                    "an nn.Module or a function that builds one"
+                    if name == "model"
+                    else ("a function like lambda params: torch.optim.SGD(params, lr=0.1)")
+                )
+                raise JobError(f"{name}= must be {how}, not an object of type {type(getattr(self, name)).__name__}.")
         if self.clip_grad_norm is not None and self.clip_grad_norm <= 0:
-            raise JobError(
-                f"clip_grad_norm={self.clip_grad_norm}; it must be above 0, or None for no clipping."
-            )
+            raise JobError(f"clip_grad_norm={self.clip_grad_norm}; it must be above 0, or None for no clipping.")
 
     def _check_choice(self, name: str, choices: Sequence[str]) -> None:
         if getattr(self, name) not in choices:
@@ -89,9 +92,7 @@ class Job:
         size = self.microbatch_size
         sizes = [] if size is None else [size] if isinstance(size, int) else list(size)
         if any(not isinstance(n, int) or n < 1 for n in sizes):
-            raise JobError(
-                f"microbatch_size={size!r}; it must be a whole number of at least 1, or a list of them."
-            )
+            raise JobError(f"microbatch_size={size!r}; it must be a whole number of at least 1, or a list of them.")
         if len(sizes) > 1 and sum(sizes) != self.batch_size:
             raise JobError(
                 f"microbatch_size={list(sizes)!r} adds up to {sum(sizes)}, but batch_size={self.batch_size}; "

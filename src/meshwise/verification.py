@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from typing import Any
+
+from torch import nn
 
 from .compare.fingerprint import KINDS, StepPrints, stages_of, take_prints
 from .compare.plain import NoDropout, compare_plain
@@ -160,7 +163,8 @@ def _compare_kind(expected: StepPrints, found: StepPrints | None, kind: str) -> 
 def _plain(job: Job, steps: int, threads: int) -> tuple[str, bool]:
     if job.batch_norm == "microbatch":
         return "not compared with a plain loop: batch_norm='microbatch' is not what it computes", True
-    wide = job.with_fields(precision="float64", on_nonfinite="skip")
+    loss = copy.deepcopy(job.loss).double() if isinstance(job.loss, nn.Module) else job.loss
+    wide = job.with_fields(precision="float64", on_nonfinite="skip", loss=loss)
     try:
         worst, where = run_ranks(lambda c: _plain_rank(wide, steps, c), 1, threads=threads, name=job.name)[0]
     except MeshwiseError as error:  # a model that cannot run in float64, or data that cannot be one batch
@@ -171,7 +175,7 @@ def _plain(job: Job, steps: int, threads: int) -> tuple[str, bool]:
         return f"{head} the same up to rounding, {worst:.1e}", True
     return (
         f"{head} {where} differs by {worst:.3g}; "
-        "something in the model couples or counts samples in a way that microbatches change",
+        "something in the model couples or counts samples, or draws random numbers, in a way that microbatches change",
         False,
     )
 

@@ -55,6 +55,8 @@ class RankContext:
         """Return this rank's number on its host, from 0."""
         return self.environment.local_rank
 
+RANK_VARIABLE = "MESHWISE_RANK"  # set in a rank and in what it starts: ranks must not start ranks
+
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
@@ -133,6 +135,7 @@ def _resemble_parent(start: Start) -> None:
     os.environ.update(start.variables)
     for name in THREAD_VARIABLES:
         os.environ[name] = str(start.threads)
+    os.environ[RANK_VARIABLE] = str(start.rank)
     torch.set_num_threads(start.threads)
     with contextlib.suppress(OSError):  # the directory may have been deleted since
         os.chdir(start.directory)

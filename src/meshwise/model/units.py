@@ -245,8 +245,9 @@ def choose_cuts(
     if len(units) < num_stages:
         why = "; ".join(f'"{path}" runs as a whole because {why}' for path, why in graph.opaque.items())
         raise CaptureError(
-            f"pp asks for {num_stages} stages, but the model has only {len(units)} units that can be parted"
-            f"{': ' + why if why else ''}. Use at most pp={len(units)}."
+            f"the layout asks for {num_stages} stages (pp x virtual), but the model has only {len(units)} units that "
+            f"can be parted{': ' + why if why else ''}. Use at most pp={len(units)}, "
+            "or a schedule with one stage a device."
         )
     return balanced_cuts([u.cost for u in units], num_stages)
 

@@ -87,6 +87,8 @@ class Progress:
             parts.append(f"eval loss {value:.4f}" if name == "loss" else f"{name} {value:.4f}")
         if event.num_evaluated:
             parts.append(f"({event.num_evaluated} test samples, each once)")
+        if event.num_skipped:
+            parts.append(f"{event.num_skipped} step{'s' if event.num_skipped > 1 else ''} skipped (loss not finite)")
         parts.append(f"{event.num_samples} samples, {event.seconds:.1f} s")
         self.console.print("  ".join(parts), highlight=False, soft_wrap=True)
 
