@@ -1,18 +1,12 @@
 """BatchNorm over the whole batch: as one device with a plain loop, on any layout."""
 
-import copy
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import meshwise as mw
-from meshwise.layout import Layout
-from meshwise.parallel.transport import Mailroom, MemoryTransport
-from meshwise.runtime.state import gather_state
-from meshwise.runtime.worker import Worker, drive_together
+from scenarios import assert_equal, assert_same_bits, train_in_memory, train_plainly
 
 
 class Block(nn.Module):
@@ -64,7 +58,7 @@ def make_job() -> mw.Job:
     images = torch.randn(13 * STEPS, 3, 8, 8, dtype=torch.float64)
     labels = torch.randint(0, 5, (13 * STEPS,))
     return mw.Job(
-        model=ResNet().double(),
+        model=lambda: ResNet().double(),
         loss=nn.CrossEntropyLoss(),
         optimizer=lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
         train_data=TensorDataset(images, labels),
@@ -74,61 +68,21 @@ def make_job() -> mw.Job:
     )
 
 
-def plain_loop(job: mw.Job) -> dict[str, Tensor]:
-    """Train on one device, the whole batch at once."""
-    model = copy.deepcopy(job.model)
-    assert isinstance(model, nn.Module)
-    optimizer = job.optimizer(model.parameters())
-    for step in range(STEPS):
-        images, labels = (t[13 * step : 13 * step + 13] for t in job.train_data.tensors)
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(model(images), labels).backward()
-        optimizer.step()
-    return dict(model.state_dict())
-
-
-def train(job: mw.Job, layout: str) -> dict[str, Tensor]:
-    """Train with all ranks of a layout in this process."""
-    mesh, room = Layout.parse(layout), Mailroom()
-    workers = [
-        Worker(job.with_fields(model=copy.deepcopy(job.model)), mesh, MemoryTransport(r, room), torch.device("cpu"))
-        for r in range(mesh.num_devices)
-    ]
-    for batches in zip(*(w.batches(0) for w in workers), strict=True):
-        drive_together([w.step(b) for w, b in zip(workers, batches, strict=True)])
-    for stage_copies in (workers[i :: mesh.pp] for i in range(mesh.pp)):
-        for other in stage_copies[1:]:
-            pairs = zip(other.model.buffers(), stage_copies[0].model.buffers(), strict=True)
-            assert all(torch.equal(a, b) for a, b in pairs)
-    state: Any = drive_together([gather_state(w) for w in workers])[0]
-    return dict(state.tensors)
-
-
-def largest_difference(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
-    """Give the largest difference between two states, counters included."""
-    assert a.keys() == b.keys()
-    return max(float((a[k].double() - b[k].double()).abs().max()) for k in a)
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_resnet_equals_the_plain_loop_on_the_whole_batch(layout: str) -> None:
-    """Weights, running statistics and counters after 3 steps are those of a plain loop, to 1e-10 in float64."""
-    job = make_job()
-    assert largest_difference(train(job, layout), plain_loop(job)) < 1e-10
+    """Losses, weights, running statistics and counters of 3 steps are those of a plain loop, to 1e-10 in float64."""
+    assert_equal(train_in_memory(make_job(), layout), train_plainly(make_job()))
 
 
 def test_resnet_is_bit_identical_under_all_layouts() -> None:
     """Every layout, uneven slices included, ends in the same bits."""
-    job = make_job()
-    one = train(job, "dp=1")
+    one = train_in_memory(make_job(), "dp=1")
     for layout in LAYOUTS[1:]:
-        other = train(job, layout)
-        assert all(torch.equal(one[k], other[k]) for k in one), layout
+        assert_same_bits(train_in_memory(make_job(), layout), one)
 
 
 @pytest.mark.parametrize("layout", ["dp=2", "dp=3", "pp=2"])
 def test_microbatch_statistics_are_the_same_under_all_layouts(layout: str) -> None:
     """With batch_norm="microbatch" running values fold in microbatch order, whoever holds the microbatches."""
-    job = make_job().with_fields(batch_norm="microbatch", train_data=make_job().train_data)
-    one, other = train(job, "dp=1"), train(job, layout)
-    assert all(torch.equal(one[k], other[k]) for k in one)
+    job = make_job().with_fields(batch_norm="microbatch")
+    assert_same_bits(train_in_memory(job, layout), train_in_memory(job, "dp=1"))

@@ -39,6 +39,23 @@ def test_train_resume_and_export(tmp_path: Path) -> None:
     model.load_state_dict(load_file(out))
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (["--set", "batch_size=32"], "batch_size was 64 when the run was saved and is 32 now"),
+        (["--set", "seed=1"], "seed was 0"),
+        (["--set", "drop_last=True"], "does not fit the 1497 samples"),
+    ],
+)
+def test_a_run_goes_on_only_as_the_job_it_began_as(changes: list[str], message: str, tmp_path: Path) -> None:
+    """Resuming with another batch size, seed or count of samples is refused with both values."""
+    words = ["train", EXAMPLES / "digits_mlp.py", "--devices", "1", "--run", tmp_path / "run"]
+    assert run(*words, "--epochs", "1").exit_code == 0
+    again = run(*words, "--epochs", "2", "--resume", tmp_path / "run", *changes)
+    assert again.exit_code == 2
+    assert message in again.output
+
+
 def test_verify_says_so_and_exits_with_0() -> None:
     """The verdict on a right job can be pasted: bit-identical, the steps, the samples, each once."""
     result = run("verify", EXAMPLES / "digits_mlp.py", "--layout", "dp=2", "--steps", "2")

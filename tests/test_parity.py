@@ -1,6 +1,5 @@
 """One job, many layouts, the same bytes: exported weights in real ranks, and proof that the test can fail."""
 
-import copy
 import importlib.util
 import sys
 from functools import cache
@@ -14,11 +13,8 @@ from torch.utils.data import Subset
 
 import meshwise as mw
 from meshwise.checkpoint.store import export_weights, latest
-from meshwise.layout import Layout
 from meshwise.parallel.reduce import Reducer
-from meshwise.parallel.transport import Mailroom, MemoryTransport
-from meshwise.runtime.state import gather_state
-from meshwise.runtime.worker import Worker, drive_together
+from scenarios import Run, assert_same_bits, same, train_in_memory
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 LAYOUTS = (
@@ -108,43 +104,34 @@ def test_exported_weights_are_byte_identical(
     assert exported(small_job(name), layout, tmp_path) == reference[name]
 
 
-def train_in_memory(job: mw.Job, layout: str, **changes: Any) -> dict[str, torch.Tensor]:
-    """Train one epoch with all ranks in this process and give the whole state's tensors."""
-    mesh, room = Layout.parse(layout), Mailroom()
-    workers = []
-    for rank in range(mesh.num_devices):
-        own = job.with_fields(model=copy.deepcopy(job.model), **changes)
-        workers.append(Worker(own, mesh, MemoryTransport(rank, room), torch.device("cpu")))
-    for batches in zip(*(w.batches(0) for w in workers), strict=True):
-        drive_together([w.step(b) for w, b in zip(workers, batches, strict=True)])
-    state = drive_together([gather_state(w) for w in workers])[0]
-    return {name: tensor.clone() for name, tensor in state.tensors.items()}
-
-
-def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
-    """Tell whether two states agree in every bit."""
-    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+def same_bits(a: Run, b: Run) -> bool:
+    """Tell whether two runs agree in every weight."""
+    return a.params.keys() == b.params.keys() and all(same(a.params[k], b.params[k]) for k in a.params)
 
 
 @pytest.mark.parametrize("dp", range(1, 9))
 def test_any_number_of_replicas_gives_the_same_bits(dp: int) -> None:
     """1 to 8 replicas, also those that do not divide the 8 slots, end in the same state."""
     job = small_job("digits_mlp").with_fields(microbatch_size=2)
-    assert equal(train_in_memory(job, f"dp={dp}"), train_in_memory(job, "dp=1"))
+    assert_same_bits(train_in_memory(job, f"dp={dp}"), train_in_memory(job, "dp=1"))
 
 
 def test_parity_fails_without_the_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the exchange of gradients taken out, two replicas no longer agree with one device."""
     job = small_job("digits_mlp")
     right = train_in_memory(job, "dp=1")
-    assert equal(train_in_memory(job, "dp=2"), right)
+    assert same_bits(train_in_memory(job, "dp=2"), right)
 
     def only_mine(self: Reducer, index: int, bucket: Any) -> Any:
         yield
         return next(iter(bucket.nodes.values()), [None] * len(bucket.sites))
 
     monkeypatch.setattr(Reducer, "_exchange", only_mine)
-    assert not equal(train_in_memory(job, "dp=2"), right)
+    with pytest.raises(AssertionError, match="ranks report different results"):
+        train_in_memory(job, "dp=2")
+    job = job.with_fields(clip_grad_norm=None)  # nothing but the gradients differs now
+    with pytest.raises(AssertionError, match="ranks hold different values"):
+        train_in_memory(job, "dp=2", steps=1)
 
 
 def test_parity_fails_with_another_order_of_additions(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,4 +139,4 @@ def test_parity_fails_with_another_order_of_additions(monkeypatch: pytest.Monkey
     job = small_job("digits_mlp")
     right = train_in_memory(job, "dp=1")
     monkeypatch.setattr("meshwise.grid.tree_split", lambda low, high: low + 1)
-    assert not equal(train_in_memory(job, "dp=1"), right)
+    assert not same_bits(train_in_memory(job, "dp=1"), right)

@@ -252,6 +252,31 @@ def test_recompute_repeats_the_same_random_numbers() -> None:
             assert_same_bits(train_in_memory(job, f"{layout},recompute={recompute}"), one)
 
 
+class Thinning(nn.Module):
+    """Change a mask in place (it wants no gradient) between the layers that use it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(4, 6), nn.Linear(6, 6), nn.Linear(6, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        mask = (h.detach() > 0).double()
+        h = self.b(h + mask)
+        mask.mul_(0.5).add_(0.25)
+        return self.c(h * mask)
+
+
+@pytest.mark.parametrize("layout", ["pp=2", "pp=3", "dp=2,pp=2", "pp=3,schedule=zero-bubble"])
+def test_recompute_starts_from_what_a_stage_was_given(layout: str) -> None:
+    """A received tensor that a stage changes in place is as it was when the forward runs again (B056)."""
+    data = TensorDataset(random_rows(12, 4), random_rows(12, 2, seed=1))
+    job = make_job(lambda: Thinning().double(), data, batch_size=6, microbatch_size=2)
+    one = train_in_memory(job, "dp=1")
+    assert_same_bits(train_in_memory(job, layout), one)
+    assert_same_bits(train_in_memory(job, f"{layout},recompute=true"), one)
+
+
 # ---- B040: loops that depend on data --------------------------------------------------------------------
 
 

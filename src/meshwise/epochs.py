@@ -50,7 +50,7 @@ def run_training(
     per_epoch = session.worker.steps_per_epoch()
     report(_run_started(session, span, folder, per_epoch))
     history: list[EpochEnded] = []
-    epoch, within = divmod(session.step_index, per_epoch) if per_epoch else (0, session.step_index)
+    epoch, within = session.position
     left = span.steps
     while epoch < span.epochs and (left is None or left > 0):
         before = session.step_index

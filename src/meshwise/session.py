@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from .checkpoint.manifest import Manifest, differences
-from .checkpoint.store import latest, load_checkpoint, save_checkpoint
-from .errors import CheckpointError, LayoutError
+from .checkpoint.manifest import PINNED, Manifest, differences
+from .checkpoint.store import Checkpoint, latest, load_checkpoint, save_checkpoint
+from .errors import CheckpointError, LayoutError, MeshwiseError
 from .grid import microbatch_sizes, slot_ranges
 from .job import Job
 from .launch.environment import detect, device_for, num_devices
@@ -140,10 +140,15 @@ class Session:
         """Count the steps so far, skipped ones included: the position in the data."""
         return self.worker.engine.step_index
 
+    @property
+    def position(self) -> tuple[int, int]:
+        """Give the epoch and the step within it that come next."""
+        per_epoch = self.worker.steps_per_epoch()
+        return divmod(self.step_index, per_epoch) if per_epoch else (0, self.step_index)
+
     def batches(self, epochs: int | None = None) -> Iterator[StepBatch]:
         """Give the global batches of the epochs that are left, from where the session stands."""
-        per_epoch = self.worker.steps_per_epoch()
-        epoch, first = divmod(self.step_index, per_epoch) if per_epoch else (0, self.step_index)
+        epoch, first = self.position
         last = self.job.epochs if epochs is None else epoch + epochs
         while epoch < last:
             yield from self.worker.batches(epoch, first)
@@ -159,6 +164,8 @@ class Session:
             batch = self.worker.split_batch(batch)
         try:
             result: StepResult = drive(self.worker.step(batch))
+        except MeshwiseError:  # it says itself where it happened
+            raise
         except Exception as error:
             self._add_place(error, batch)
             raise
@@ -214,7 +221,7 @@ class Session:
                 Path(folder),
                 tensors=state.tensors,
                 optimizer=state.optimizer,
-                extra={**state.extra, **extra},
+                extra={**state.extra, "samples": self.worker.samples_before(self.step_index), **extra},
                 manifest=self.manifest(),
             )
         self._meet()
@@ -231,9 +238,7 @@ class Session:
                 raise CheckpointError(f"{path} holds no checkpoint; run it again without resume.")
             path = found
         checkpoint = load_checkpoint(path)
-        changed = differences(checkpoint.manifest, self.manifest())
-        for line in changed:
-            log.warning("resume: %s", line)
+        self._check_resume(checkpoint)
         state = WholeState(
             tensors=dict(checkpoint.tensors),
             optimizer={n: dict(s) for n, s in checkpoint.optimizer.items()},
@@ -241,6 +246,24 @@ class Session:
         )
         restore_state(self.worker, state)
         return dict(checkpoint.extra)
+
+    def _check_resume(self, checkpoint: Checkpoint) -> None:
+        """Refuse to go on as another job than the run began as; say what else has changed."""
+        pinned = differences(checkpoint.manifest, self.manifest(), PINNED)
+        if pinned:
+            raise CheckpointError(
+                f"the run cannot go on as another job: {' '.join(pinned)} Use the job that it began with; to start "
+                "anew from its weights, export them and load them in the model."
+            )
+        if self.rank == 0:
+            for line in differences(checkpoint.manifest, self.manifest()):
+                log.warning("resume: %s", line)
+        step, samples = checkpoint.extra.get("step"), checkpoint.extra.get("samples")
+        if samples is not None and self.worker.step_after(samples) != step:
+            raise CheckpointError(
+                f"the run had trained on {samples} samples in {step} steps, which does not fit the "
+                f"{self.worker.loader.num_samples} samples of train_data; go on with the data that it began with."
+            )
 
     def agree(self, value: Any) -> Any:
         """Give rank 0's value on every rank. Every rank calls it."""

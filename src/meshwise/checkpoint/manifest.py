@@ -6,7 +6,7 @@ import dataclasses
 import datetime
 import importlib.metadata
 import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -99,12 +99,17 @@ def check_format(version: object, written_by: str) -> None:
         )
 
 
-def differences(old: Manifest, new: Manifest) -> list[str]:
+PINNED = ("seed", "batch_size", "microbatch_sizes", "slots", "num_parameters")  # a run keeps these to its end
+
+
+def differences(old: Manifest, new: Manifest, names: Sequence[str] | None = None) -> list[str]:
     """Say, one sentence for each, how the job now differs from the one that wrote a checkpoint.
 
-    Empty when a resumed run gives the bits of an unbroken one. ``created`` does not count.
+    Empty when a resumed run gives the bits of an unbroken one. ``created`` does not count. ``names`` are the
+    fields to compare (all unless given).
     """
-    names = [field.name for field in dataclasses.fields(Manifest) if field.name != "created"]
+    if names is None:
+        names = [field.name for field in dataclasses.fields(Manifest) if field.name != "created"]
     pairs = ((name, getattr(old, name), getattr(new, name)) for name in names)
     return [
         f"{name} was {was!r} when the run was saved and is {now!r} now."

@@ -41,7 +41,6 @@ class Segment:
     """Hold one compiled run of nodes with what it takes and gives."""
 
     run: Callable[..., tuple[tuple[Any, ...], tuple[Any, ...]]]
-    inputs: tuple[int, ...]  # leaves of the batch that it reads
     takes: tuple[int, ...]  # values it receives
     gives: tuple[int, ...]  # values it hands on
     sites: tuple[Site, ...]
@@ -52,8 +51,7 @@ class Segment:
     row_sites: tuple[Site, Site] | None  # weight and bias of that row
     statistics: tuple[BatchNormRow, ...]  # rows whose microbatch statistics it returns with the rebinds
     opaque: tuple[str, ...]
-    first_unit: int
-    source: str
+    source: str  # for a look at what runs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -260,9 +258,7 @@ class Writer:
         head += self._private_inputs()
         if self.takes:
             head.append(f"    ({''.join(f'v{v}, ' for v in self.takes)}) = values")
-            head += [
-                f"    v{v} = v{v}.clone() if v{v}.requires_grad else v{v}" for v in self.takes if v in changed
-            ]
+            head += [f"    v{v} = v{v}.clone()" for v in self.takes if v in changed]  # kept for a recomputation
             head.append("    del values")
         if self.sites:
             head.append(f"    ({''.join(f'p{k}, ' for k in range(len(self.sites)))}) = leaves")
@@ -311,7 +307,6 @@ def compile_piece(
         mutated |= {b.name for row in uncoupled for b in (row.running_mean, row.running_var) if b is not None}
     return Segment(
         run=namespace["segment"],
-        inputs=tuple(sorted({r.index for n in nodes for r in n.refs() if isinstance(r, Input)})),
         takes=writer.takes,
         gives=() if graph.blocked else writer.gives,
         sites=tuple(writer.sites),
@@ -322,6 +317,5 @@ def compile_piece(
         row_sites=writer.row_sites,
         statistics=tuple(writer.statistics),
         opaque=tuple(dict.fromkeys(n.opaque for n in nodes if n.opaque)),
-        first_unit=writer.unit_of.get(piece.start, 0),
         source=source,
     )

@@ -119,7 +119,6 @@ class ValueInfo:
     dtype: str
     storage: int
     sendable: bool
-    bytes_per_sample: float
     dynamic: bool = False  # its shape depends on data
 
 

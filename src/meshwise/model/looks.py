@@ -105,7 +105,6 @@ def describe(tensor: Tensor, producer: int, num_samples: int, *, dynamic: bool) 
         dtype=str(tensor.dtype),
         storage=-1 if storage is None else storage,
         sendable=strided and not overlaps(tensor),
-        bytes_per_sample=tensor.numel() * tensor.element_size() / num_samples,
         dynamic=dynamic,
     )
 

@@ -7,7 +7,7 @@ only a plain all-reduce, since a + b = b + a bit for bit.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -66,7 +66,6 @@ class Reducer:
         self.exact = exact
         self.buckets = [Bucket(sites=tuple(b)) for b in buckets]
         self.num_bytes = 0
-        self.num_exchanges = 0
         self.flats: dict[Any, Flat] = {}
         self.total, self.ranges = 0, ()  # type: tuple[int, Sequence[Range]]
 
@@ -104,7 +103,6 @@ class Reducer:
         """Start the exchange of a bucket whose slots are all pushed; always in the order of the buckets."""
         bucket = self.buckets[index]
         bucket.launched = True
-        self.num_exchanges += len(self.group) > 1
         bucket.pending = self._exchange(index, bucket) if len(self.group) > 1 else None
         if bucket.pending is not None:
             next(bucket.pending)  # run to the first wait: the exchange is now on its way
@@ -247,5 +245,3 @@ def make_buckets(sizes: Sequence[int], limit: int = 25 << 20, first: int = 1 << 
         room -= size
     return buckets
 
-
-Finish = Callable[[], Generator[None, None, Grads]]

@@ -133,7 +133,7 @@ class Book:
         kind = (structure, self.settings, training)
         general = self._graph((*kind, None), data, num_samples)
         if (kind, num_samples) not in self.fits:
-            with self._autocast():
+            with self.autocast():
                 fits = holds_for(general, self.model, self.forward, data, num_samples=num_samples)
             self.fits[kind, num_samples] = fits
         if self.fits[kind, num_samples]:
@@ -147,7 +147,7 @@ class Book:
             return data
         return {k: v for k, v in data.items() if k in self.names or isinstance(v, Tensor)}
 
-    def _autocast(self) -> Any:
+    def autocast(self) -> Any:
         """Give the context that computes in the job's precision, and remembers no cast weight."""
         if self.job.precision == "bf16":
             return torch.autocast(self.device.type, dtype=torch.bfloat16, cache_enabled=False)
@@ -165,7 +165,7 @@ class Book:
         if key not in self.graphs:
             use = loss_of(self.job) if self.model.training and self.job.loss_kind != "batch" else None
             exact = key[3] is not None
-            with self._autocast():
+            with self.autocast():
                 graph = capture(self.model, self.forward, data, num_samples=num_samples, use=use, exact=exact)
             self.graphs[key] = graph
             self._leave_out(graph)

@@ -64,7 +64,7 @@ def _same_bits(a: Tensor, b: Tensor | None) -> bool:
 
 
 def _has_changes(engine: Engine) -> bool:
-    states = engine.capture(engine.local[0] if engine.local else 0)[2].values()
+    states = engine.capture(engine.first)[2].values()
     return any(segment.changes or segment.rebinds for state in states for segment in state.segments)
 
 

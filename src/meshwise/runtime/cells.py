@@ -7,8 +7,8 @@ Gradients of the leaves come raw from autograd (no copy into another layout), as
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -33,7 +33,6 @@ class Cell:
     rows: Any = None
     buffers: tuple[Tensor, ...] = ()
     whole: Any = None
-    later: list[Callable[[], None]] = field(default_factory=list)
 
 
 def split_prefix(name: str) -> tuple[str, str]:

@@ -6,7 +6,6 @@ group's transport never makes them wait that way; in memory several ranks take t
 
 from __future__ import annotations
 
-import contextlib
 import random
 import time
 from collections.abc import Generator, Sequence
@@ -109,6 +108,7 @@ class Engine:
         return result
 
     def _begin(self, batch: StepBatch) -> None:
+        self.where = ""
         self.check_parameters()
         self.book.refresh()
         for _, _, parameter in self.table:
@@ -122,8 +122,9 @@ class Engine:
         self.share = self.shares[count]
         low, high = self.share.microbatches[self.dp_index]
         self.local = list(range(low, high))
+        self.first = self.local[0] if self.local else 0
         self.captures: dict[int, tuple[Any, Staged, dict[int, StageState]]] = {}
-        self.staged = self.capture(self.local[0] if self.local else 0)[1]
+        self.staged = self.capture(self.first)[1]
         self.cells: dict[tuple[int, int, int], Cell] = {}
         self.incoming: dict[tuple[int, ...], Values] = {}
         self.outgoing: dict[tuple[int, int], Values] = {}
@@ -238,7 +239,7 @@ class Engine:
         """Take part in the coupled rows of a step in which this replica has no microbatch."""
         rows = [(s, k) for s in self.my_stages for k in range(len(self.staged.stages[s]) - 1)]
         for stage in self.my_stages:
-            self.states_for_idle(stage)
+            self.first_state(stage)
         for stage, k in rows:
             yield from couple_forward(self, stage, k)
         if self.weigher.kind == "batch" and self.my_stages[-1] == self.layout.num_stages - 1:
@@ -246,9 +247,9 @@ class Engine:
         for stage, k in reversed(rows):
             yield from couple_backward(self, stage, k)
 
-    def states_for_idle(self, stage: int) -> StageState:
-        """Begin a stage's state from the step's first microbatch."""
-        return self.state(stage, 0)[2]
+    def first_state(self, stage: int) -> StageState:
+        """Give a stage's state for this replica's first microbatch (the step's first, where it has none)."""
+        return self.state(stage, self.first)[2]
 
     def seeder(self, m: int) -> Any:
         """Give the function that seeds random numbers by (seed, step, microbatch, unit)."""
@@ -266,12 +267,6 @@ class Engine:
 
         return seed_unit
 
-    def autocast(self) -> Any:
-        """Give the context that computes in the job's precision."""
-        if self.job.precision == "bf16":
-            return torch.autocast(self.device.type, dtype=torch.bfloat16)
-        return contextlib.nullcontext()
-
     def _forward(self, stage: int, m: int, k: int) -> None:
         data, staged, state = self.state(stage, m)
         takes = self._takes(stage, m, k)
@@ -286,7 +281,7 @@ class Engine:
         if self.layout.recompute:
             gives = hand_over(cell.gives)
             loss = None if cell.loss is None else cell.loss.detach()
-            cell = Cell(takes=takes, gives=gives, loss=loss, rows=cell.rows, whole=cell.whole, later=[])
+            cell = Cell(takes=takes, gives=gives, loss=loss, rows=cell.rows, whole=cell.whole)
         self.cells[stage, m, k] = cell
 
     def _takes(self, stage: int, m: int, k: int) -> Values:
@@ -302,7 +297,7 @@ class Engine:
     def _forward_cell(self, data: Any, state: StageState, stage: int, m: int, k: int, takes: Values) -> Cell:
         row = self.rows.get((stage, k - 1)) if k > 0 else None
         rows = None if row is None else row.as_buffers(state.segments[k].row.dtype)  # type: ignore[union-attr]
-        with self.autocast():
+        with self.book.autocast():
             return state.forward(
                 k,
                 self.book.inputs(data),
@@ -320,7 +315,7 @@ class Engine:
             return
         self.seeder(m)(1 << 20)
         weight = self.losses.weights[m]
-        with self.autocast():
+        with self.book.autocast():
             loss = self.loss(output, data)
         self.losses.values[m] = loss.detach()
         if weight == 0.0:
@@ -348,7 +343,7 @@ class Engine:
         grads = self._gives_grads(stage, m, k, cell)
         if self.layout.recompute:
             cell = self._again(stage, m, k, cell)
-        self.gradients.armed = self.gradients.arm(stage, m)
+        self.gradients.armed = self.gradients.arm(m)
         taken, leaf_grads = self.state(stage, m)[2].backward(cell, grads)
         self.gradients.armed = False
         self._pass_down(stage, m, k, taken)

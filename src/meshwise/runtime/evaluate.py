@@ -165,7 +165,7 @@ def forward_only(worker: Worker, data: Any, size: int, m: int) -> Steps:
             )
         states[stage].begin({})
         for k in range(len(staged.stages[stage])):
-            with torch.no_grad(), engine.autocast():
+            with torch.no_grad(), engine.book.autocast():
                 cell = states[stage].forward(
                     k,
                     worker.book.inputs(data),

@@ -17,7 +17,7 @@ from ..model.stages import Staged
 from ..parallel.reduce import Reducer, make_buckets
 
 if TYPE_CHECKING:
-        from .engine import Engine
+    from .engine import Engine
 
 BUCKET_BYTES = 4  # bytes an element counts for when sites are grouped in buckets
 
@@ -91,18 +91,11 @@ class Gradients:
 
     # ---- collecting -----------------------------------------------------------------------------------
 
-    def arm(self, stage: int, m: int) -> bool:
+    def arm(self, m: int) -> bool:
         """Tell whether gradients of this backward may leave while it runs (dp only, the last microbatch)."""
-        alone = (
-            self.engine.layout.num_stages == 1
-            and len(self.engine.staged.stages[0]) == 1
-            and len(self.engine.dp_group) > 1
-        )
-        if (
-            not alone
-            or m != self.engine.local[-1]
-            or self.engine.share.slots[self.engine.share.slot_end(m) or 0][0] > m
-        ):
+        engine = self.engine
+        alone = engine.layout.num_stages == 1 and len(engine.staged.stages[0]) == 1
+        if not alone or len(engine.dp_group) == 1 or m != engine.local[-1]:
             return False
         if self.overlap_for != self.engine.trainable:
             self._register_overlap()

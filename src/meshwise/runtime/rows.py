@@ -23,7 +23,7 @@ Steps = Generator[None, None, Any]
 
 def couple_forward(engine: Engine, stage: int, k: int) -> Steps:
     """Take the statistics of the row between segments ``k`` and ``k + 1`` over the whole batch."""
-    state = engine.states_for_idle(stage) if not engine.local else engine.state(stage, engine.local[0])[2]
+    state = engine.first_state(stage)
     row = state.segments[k + 1].row
     assert row is not None
     local = torch.zeros((0, 1 + 2 * row.channels), dtype=torch.float64, device=engine.device)
@@ -61,7 +61,7 @@ def _update_running(engine: Engine, state: Any, row: Any, statistics: Any) -> No
 
 def couple_backward(engine: Engine, stage: int, k: int) -> Steps:
     """Correct the gradients that cross a row backward by what the statistics add to them."""
-    state = engine.states_for_idle(stage) if not engine.local else engine.state(stage, engine.local[0])[2]
+    state = engine.first_state(stage)
     segment = state.segments[k + 1]
     row, statistics = segment.row, engine.rows[stage, k]
     assert row is not None and segment.row_sites is not None
@@ -118,11 +118,11 @@ def couple_loss(engine: Engine) -> Steps:
     members = yield from wait_for(engine.transport.all_gather_object(mine, engine.dp_group))
     parts = [part for member in members for part in member]
     output_like = outputs[engine.local[0]] if engine.local else _output_structure(engine)
-    data_like = engine.batch.microbatch(engine.local[0] if engine.local else 0)
+    data_like = engine.batch.microbatch(engine.first)
     whole_output, tensors = _join(output_like, [p[0] for p in parts], engine.batch.sizes, grad=True)
     whole_data, _ = _join(data_like, [p[1] for p in parts], engine.batch.sizes, grad=False)
     engine.seeder(1 << 30)(1 << 20)
-    with torch.enable_grad(), engine.autocast():
+    with torch.enable_grad(), engine.book.autocast():
         loss = engine.loss(whole_output, whole_data)
     wanted = [t for t in tensors if t is not None and t.requires_grad]
     found = dict(zip(map(id, wanted), torch.autograd.grad(loss, wanted, allow_unused=True), strict=True))

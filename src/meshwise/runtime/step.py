@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -100,8 +100,3 @@ def mixed_step(step: int) -> CaptureError:
         f"step {step}: some of its microbatches use other parameters than others (a branch on a value in the "
         "batch?). Let all samples of a step take the same path, or choose it with tensors inside the model."
     )
-
-
-def as_sequence(value: Any) -> Sequence[Any]:
-    """Give a list or tuple as it is, anything else as a list of one."""
-    return value if isinstance(value, (list, tuple)) else [value]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..data.loader import MicrobatchLoader
-from ..data.order import epoch_order, num_steps, step_ids
+from ..data.order import epoch_order, locate, num_steps, step_ids
 from ..errors import CaptureError, DataError, JobError
 from ..grid import microbatch_sizes
 from ..job import Job
@@ -23,7 +23,7 @@ from .engine import Engine
 from .finish import holders
 from .losses import count_samples
 from .probe import PROBE_SAMPLES, make_weigher
-from .step import StepBatch, StepResult
+from .step import Share, StepBatch, StepResult
 from .update import build_optimizer, take_hooks
 
 
@@ -150,12 +150,8 @@ class Worker:
         return {
             n
             for n, _ in self.model.named_parameters()
-            if self.engine.pp_index in held.get(n, self.layout_ranks())
+            if self.engine.pp_index in held.get(n, range(self.layout.pp))  # all keep what no stage uses
         }
-
-    def layout_ranks(self) -> list[int]:
-        """List the pipeline ranks: all of them keep a parameter that no stage uses."""
-        return list(range(self.layout.pp))
 
     def _release_others(self) -> None:
         """Give back the memory of parameters that other stages hold; their shape stays."""
@@ -184,6 +180,26 @@ class Worker:
             return None
         return num_steps(self.loader.num_samples, self.job.batch_size, self.drop_last)
 
+    def samples_before(self, step: int) -> int | None:
+        """Count the samples of the steps before ``step`` since the run began (None for a stream)."""
+        per_epoch, count = self.steps_per_epoch(), self.loader.num_samples
+        if not per_epoch or count is None:
+            return None
+        epoch, inside = divmod(step, per_epoch)
+        whole = min(count, per_epoch * self.job.batch_size)
+        return epoch * whole + inside * self.job.batch_size
+
+    def step_after(self, samples: int) -> int | None:
+        """Give the step that comes after so many samples, or None where no step begins there."""
+        count = self.loader.num_samples or 0
+        try:
+            place = locate(
+                samples, num_samples=count, batch_size=self.job.batch_size, drop_last=self.drop_last
+            )
+        except DataError:
+            return None
+        return place.epoch * (self.steps_per_epoch() or 0) + place.step
+
     def batches(self, epoch: int, first_step: int = 0) -> Iterator[StepBatch]:
         """Give the global batches of an epoch; microbatches of other replicas are never loaded."""
         if self.loader.num_samples is None:
@@ -207,8 +223,6 @@ class Worker:
         return batch
 
     def _prefetch(self, epoch: int, batches: list[StepBatch]) -> None:
-        from .step import Share
-
         plan = []
         for batch in batches:
             low, high = Share.make(len(batch.sizes), self.job.slots, self.layout.dp).microbatches[
