@@ -162,9 +162,7 @@ class Courier:
     def _post(self, source: int, tag: int, header: Header) -> PostedPacket:
         present = [f for f in header if f is not None]
         total = present[0].num_bytes if len(present) == 1 else _offsets(header)[1]
-        buffer = torch.empty(total, dtype=torch.uint8, device=self.device)
-        pending = self.transport.receive(buffer, source, tag) if total else None
-        return PostedPacket(header, buffer, pending)
+        return PostedPacket(header, self.transport.receive(total, source, tag) if total else None, self.device)
 
     def receive(
         self, source: int, tag: int, key: Hashable, *, static: bool
@@ -172,10 +170,9 @@ class Courier:
         """Receive a packet, its header first where it is not known."""
         posted = self.post(source, tag, key, static=static)
         if posted is None:
-            length = torch.zeros(1, dtype=torch.int64, device=self.device)
-            yield from wait_for(self.transport.receive(length, source, tag + 2 * HEADER_TAG))
-            data = torch.empty(int(length), dtype=torch.uint8, device=self.device)
-            yield from wait_for(self.transport.receive(data, source, tag + HEADER_TAG))
+            length = yield from wait_for(self.transport.receive(8, source, tag + 2 * HEADER_TAG))
+            size = int(length.view(torch.int64))
+            data = yield from wait_for(self.transport.receive(size, source, tag + HEADER_TAG))
             self.known[key] = pickle.loads(bytes(data.cpu().numpy()))
             posted = self._post(source, tag, self.known[key])
         return (yield from posted.finish())
@@ -186,19 +183,21 @@ class PostedPacket:
     """Hold a packet on its way."""
 
     header: Header
-    buffer: Tensor
     pending: Pending | None
+    device: torch.device
 
     def finish(self) -> Generator[None, None, tuple[Tensor | None, ...]]:
         """Wait for the packet and rebuild its tensors; those that want a gradient become leaves."""
         if self.pending is not None:
-            yield from wait_for(self.pending)
+            buffer = yield from wait_for(self.pending)
+        else:
+            buffer = torch.empty(0, dtype=torch.uint8, device=self.device)
         alone = sum(f is not None for f in self.header) == 1
         offsets, _ = _offsets(self.header)
         return tuple(
             None
             if f is None
-            else _leaf(self.buffer[0 if alone else o : (0 if alone else o) + f.num_bytes], f)
+            else _leaf(buffer[0 if alone else o : (0 if alone else o) + f.num_bytes], f)
             for f, o in zip(self.header, offsets, strict=True)
         )
 

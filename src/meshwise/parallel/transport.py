@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .segment import Segment
+
 Group = tuple[int, ...]
 
 TELL_TAG = 1 << 26  # of an all-gather that goes as messages; what is small enough for one:
@@ -47,8 +49,8 @@ class Transport(Protocol):
     def send(self, tensor: Tensor, to: int, tag: int) -> None:
         """Send a contiguous tensor; never waits, keeps the tensor until it is gone."""
 
-    def receive(self, like: Tensor, source: int, tag: int) -> Pending:
-        """Receive into ``like`` (contiguous)."""
+    def receive(self, num_bytes: int, source: int, tag: int) -> Pending:
+        """Receive a tensor of so many bytes, as a flat uint8 tensor that is the caller's own to keep and change."""
 
     def all_reduce(self, flat: Tensor, group: Group) -> Pending:
         """Add up in place over the group in the backend's order."""
@@ -67,6 +69,12 @@ class Transport(Protocol):
 
     def all_gather_object(self, value: Any, group: Group) -> Pending:
         """List every member's picklable value."""
+
+    def share(self, num_bytes: int, group: Group) -> Pending:
+        """Give a :class:`Segment` of zeros that every member maps, or on every member None where one cannot."""
+
+    def meet(self, group: Group) -> Pending:
+        """Wait for every member; what they wrote to shared memory before is seen after."""
 
     def flush(self) -> None:
         """Wait until everything sent is gone."""
@@ -97,8 +105,11 @@ class ProcessGroupTransport:
         if len(self.outbox) > 64:
             self.outbox = [(w, t) for w, t in self.outbox if not w.is_completed()]
 
-    def receive(self, like: Tensor, source: int, tag: int) -> Pending:
+    def receive(self, num_bytes: int, source: int, tag: int) -> Pending:
         """Post a receive at once; ``wait`` blocks until it is there."""
+        return self._receive(torch.empty(num_bytes, dtype=torch.uint8, device=self.device), source, tag)
+
+    def _receive(self, like: Tensor, source: int, tag: int) -> Pending:
         work = dist.irecv(like, source, group=self.lanes[tag % 2], tag=tag if self.tagged else 0)
         assert work is not None
         return _from_work(work, lambda: like)
@@ -130,7 +141,7 @@ class ProcessGroupTransport:
         tag = TELL_TAG + 2 * list(self.groups).index((group, "first"))
         parts = {m: tensor if m == self.rank else torch.empty_like(tensor) for m in group}
         others = [m for m in group if m != self.rank]
-        waits = [self.receive(parts[m], m, tag) for m in others]
+        waits = [self._receive(parts[m], m, tag) for m in others]
         for m in others:
             self.send(tensor, m, tag)
 
@@ -155,6 +166,17 @@ class ProcessGroupTransport:
         parts = [torch.empty_like(padded) for _ in group]
         dist.all_gather(parts, padded, group=small)
         return done([pickle.loads(bytes(p[: int(s)].cpu().numpy())) for p, s in zip(parts, sizes, strict=True)])
+
+    def share(self, num_bytes: int, group: Group) -> Pending:
+        """Share no memory."""
+        return done(None)
+
+    def meet(self, group: Group) -> Pending:
+        """Start a barrier."""
+        if len(group) == 1:
+            return done(None)
+        work = dist.barrier(group=self.groups[group, "small"], async_op=True)
+        return _from_work(work, lambda: None)
 
     def flush(self) -> None:
         """Wait until everything sent is gone."""
@@ -195,12 +217,14 @@ class MemoryTransport:
         """Leave a copy for ``to``."""
         self.room.letters[self.rank, to, tag].append(tensor.detach().clone())
 
-    def receive(self, like: Tensor, source: int, tag: int) -> Pending:
+    def receive(self, num_bytes: int, source: int, tag: int) -> Pending:
         """Take a copy that ``source`` left."""
         box = self.room.letters[source, self.rank, tag]
 
         def wait() -> Tensor:
-            return like.copy_(box.pop(0))
+            flat = box.pop(0).reshape(-1).view(torch.uint8)
+            assert flat.numel() == num_bytes
+            return flat
 
         return Pending(lambda: bool(box), wait)
 
@@ -248,6 +272,20 @@ class MemoryTransport:
         """List every member's value, each through pickle as between processes."""
         data = pickle.dumps(value)
         return self._round(data, group, "object", lambda table: [pickle.loads(table[m]) for m in group])
+
+    def share(self, num_bytes: int, group: Group) -> Pending:
+        """Map one segment for all members, each its own map of it."""
+        first = Segment.create(num_bytes) if self.rank == group[0] else None
+
+        def finish(table: dict[int, Any]) -> Segment:
+            made: Segment = table[group[0]]
+            return made if first is not None else Segment.attach(made.address)
+
+        return self._round(first, group, "share", finish)
+
+    def meet(self, group: Group) -> Pending:
+        """Wait for every member."""
+        return self._round(None, group, "meet", lambda table: None)
 
     def flush(self) -> None:
         """Have nothing to wait for."""
