@@ -10,6 +10,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ..runtime.state import optimizer_states
+from ..runtime.worker import drive
+
 if TYPE_CHECKING:
     from ..session import Session
 
@@ -67,15 +70,14 @@ def take_prints(session: Session, num_steps: int) -> list[StepPrints]:
 
 def _held(session: Session) -> Iterator[tuple[str, str, Any]]:
     worker = session.worker
-    optimizer = worker.engine.optimizer
-    assert optimizer is not None
+    states = drive(optimizer_states(worker))
     held = worker.held
     for name, parameter in worker.model.named_parameters():
         if name not in held:
             continue
         yield "gradient", name, parameter.grad
         yield "weight", name, parameter
-        for key, value in sorted(optimizer.state.get(parameter, {}).items()):
+        for key, value in sorted(states.get(name, {}).items()):
             yield "optimizer state", f"{name}.{key}", value
     for name, buffer in worker.model.named_buffers():
         if worker.owner(name) == worker.engine.pp_index:

@@ -27,6 +27,7 @@ from ..schedule.actions import Action, Op
 from ..schedule.library import build_program
 from ..tree import leaves, map_leaves
 from .cells import Cell, StageState, Values
+from .commons import Commons
 from .finish import finish_step
 from .gradients import Gradients
 from .losses import Weigher, loss_of
@@ -36,6 +37,7 @@ from .rows import couple_backward, couple_forward, couple_loss
 from .step import Share, StepBatch, StepResult, mixed_step
 
 Steps = Generator[None, None, Any]
+FORWARD_OPS = (Op.FORWARD, Op.SEND_ACTIVATION, Op.RECEIVE_ACTIVATION, Op.COUPLE_FORWARD)
 # What other ranks may wait for; it goes before gradients are added up.
 BEFORE_SETTLING = (Op.FORWARD, Op.SEND_ACTIVATION, Op.SEND_GRADIENT)
 
@@ -72,6 +74,7 @@ class Engine:
         self.messages = Messages(self)
         self.courier = self.messages.courier
         self.gradients = Gradients(self)
+        self.commons = Commons(self)
         self.losses = LossTable(self)
 
     def check_parameters(self) -> None:
@@ -90,6 +93,7 @@ class Engine:
     def step(self, batch: StepBatch) -> Generator[None, None, StepResult]:
         """Run one optimizer step. Every rank calls it with the same global batch."""
         self._begin(batch)
+        yield from self.gradients.begin(self.staged)
         for at, action in enumerate(self.program):
             self.messages.post_ahead(at)
             begun = time.perf_counter() if self.spans is not None else 0.0
@@ -135,7 +139,6 @@ class Engine:
         self.whole_loss: Any = None
         self.program = self._program()
         self.messages.begin()
-        self.gradients.begin(self.staged)
         self.losses.begin()
 
     def _release(self) -> None:
@@ -202,6 +205,8 @@ class Engine:
     def _run(self, action: Action) -> Steps:
         stage, m = action.stage, self.local[action.microbatch] if action.microbatch >= 0 else -1
         self.where = f"stage {stage}, microbatch {m}" if m >= 0 else f"stage {stage}"
+        if action.op not in FORWARD_OPS:
+            yield from self.gradients.wait_for_replicas()
         match action.op:
             case Op.FORWARD:
                 self._forward(stage, m, action.segment)

@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..model.codegen import PART_BITS, Site
-from ..model.stages import Staged
+from ..grid import split_evenly
 from ..parallel.packet import wait_for
+from ..parallel.reduce import Reducer
+from ..parallel.shared_reduce import SharedReducer
 from .buffers import commit_buffers
+from .commons import site_position
 from .step import StepResult
-from .update import block_norms, clip_grads, combine_norms, run_hooks
+from .update import block_norms, clip_grads, combine_blocks, combine_norms, cut_blocks, norms_of, run_hooks
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -24,12 +26,19 @@ TIE_TAG = 1 << 22
 
 def finish_step(engine: Engine) -> Generator[None, None, StepResult]:
     """Finish a step on one rank: every rank of the mesh does it together."""
+    yield from engine.gradients.wait_for_replicas()
+    shared = engine.commons.active
+    if isinstance(engine.gradients.reducer, SharedReducer):
+        engine.gradients.reducer.launch_rest()
     engine.losses.post()
-    yield from _sum_buckets(engine)
+    if not shared:
+        yield from _sum_buckets(engine)
     losses, measures = yield from engine.losses.gather()
     fine = engine.losses.check(losses)
     norm = None
-    if fine:
+    if fine and shared:
+        norm = yield from _update_shared(engine, _scale(engine, measures))
+    elif fine:
         yield from _set_grads(engine, _scale(engine, measures))
         run_hooks(engine.hooks)
         norm = yield from _clip(engine)
@@ -46,9 +55,49 @@ def finish_step(engine: Engine) -> Generator[None, None, StepResult]:
     )
 
 
+def _update_shared(engine: Engine, factor: float) -> Generator[None, None, float | None]:
+    """Add up and update this rank's share, all replicas' gradients being in their rows (their losses are here)."""
+    commons, group = engine.commons, engine.dp_group
+    sums = commons.fold(factor)
+    commons.show_gradients()
+    norm = None
+    if engine.job.clip_grad_norm is not None:
+        yield from wait_for(engine.transport.meet(group))
+        norm = yield from _shared_norm(engine)
+        if sums:
+            clip_grads(sums, norm, engine.job.clip_grad_norm)
+    changed = commons.take_changes()
+    commons.update()
+    if engine.scheduler is not None:
+        engine.scheduler.step()
+    yield from commit_buffers(engine)
+    yield from wait_for(engine.transport.meet(group))
+    commons.shared.forget(changed)
+    commons.shared.mark_updated()
+    return norm
+
+
+def _shared_norm(engine: Engine) -> Generator[None, None, float]:
+    """Give the one true norm; each replica takes a part of the blocks."""
+    kind, group = engine.job.clip_norm_type, engine.dp_group
+    named = [(n, p.grad) for n, p in engine.parameters.items() if p.grad is not None]
+    blocks, counts = cut_blocks([g for _, g in named])
+    parts = split_evenly(len(blocks), len(group))
+    low, high = parts[engine.dp_index]
+    rows = torch.zeros(-(-len(blocks) // len(group)), dtype=torch.float64)
+    if low < high:
+        rows[: high - low] = norms_of(blocks[low:high], kind)
+    members = yield from wait_for(engine.transport.all_gather(rows, group))
+    found = [x for told, (a, b) in zip(members, parts, strict=True) for x in told[: b - a].tolist()]
+    norms = dict(zip([n for n, _ in named], combine_blocks(found, counts, kind), strict=True))
+    if len(engine.pp_group) > 1:
+        norms = yield from _tell_norms(engine, norms)
+    return combine_norms([norms[n] for n in engine.parameters if n in norms], kind)
+
+
 def _sum_buckets(engine: Engine) -> Steps:
     reducer = engine.gradients.reducer
-    assert reducer is not None
+    assert isinstance(reducer, Reducer)
     sums = yield from reducer.finish()
     for bucket, grads in zip(reducer.buckets, sums, strict=True):
         for site, grad in zip(bucket.sites, grads, strict=True):
@@ -74,14 +123,6 @@ def _total_loss(engine: Engine, losses: list[float], measures: list[float]) -> f
 
 
 # ---- parameters with several sites -------------------------------------------------------------
-
-
-def site_position(staged: Staged, site: Site) -> int:
-    """Give the node at which a site's unit (or row) begins: the order of the forward."""
-    group = site[1]
-    if group >> PART_BITS > 0:
-        return group >> PART_BITS
-    return staged.units[group].start if group >= 0 else -1 - group
 
 
 def _set_grads(engine: Engine, factor: float) -> Steps:

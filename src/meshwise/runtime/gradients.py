@@ -6,7 +6,7 @@ Under dp alone the exchange of a bucket starts while the backward of the step's 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,7 +14,11 @@ from torch import Tensor, nn
 
 from ..model.codegen import Site
 from ..model.stages import Staged
+from ..parallel.packet import wait_for
 from ..parallel.reduce import Reducer, make_buckets
+from ..parallel.shared_reduce import SharedReducer
+from ..parallel.transport import Pending
+from .step import mixed_step
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -27,7 +31,8 @@ class Gradients:
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self.reducer: Reducer | None = None
+        self.reducer: Reducer | SharedReducer | None = None
+        self.entered: Pending | None = None  # all replicas have begun the step: the last one's gradients may go
         self.staged: Staged | None = None  # the graph that sites and buckets were last made for
         self.sites: list[tuple[int, Site]] = []
         self.bucket_of: dict[tuple[int, int], list[int]] = {}
@@ -39,18 +44,52 @@ class Gradients:
         self.sums: dict[tuple[int, Site], Tensor | None] = {}
         self.row_sums: dict[tuple[int, int], dict[int, list[Tensor | None]]] = {}
 
-    def begin(self, staged: Staged) -> None:
+    def begin(self, staged: Staged) -> Generator[None, None, None]:
         """Start a step: buckets for the sites of this rank's stages, and how replicas share the slots."""
+        engine = self.engine
+        yield from engine.commons.open()
         self._setup(staged)
-        engine, reducer = self.engine, self.reducer
-        assert reducer is not None
+        assert self.reducer is not None
         self.sums, self.row_sums, self.unsettled = {}, {}, None
-        known = staged.static and not engine.share.has_idle
-        reducer.begin(len(engine.share.slots), engine.share.replicas, presence_known=known, likes=self.likes)
-        self.pushed = dict.fromkeys(range(len(reducer.buckets)), 0)
+        self.pushed = dict.fromkeys(range(len(self.reducer.buckets)), 0)
         self.next_launch = 0
         low, high = engine.share.replicas[engine.dp_index]
         self.num_slots = high - low
+        if engine.commons.active:
+            self.entered = engine.transport.all_gather(self._mark(), engine.dp_group)
+        else:
+            self._begin_reducer()
+
+    def _begin_reducer(self) -> None:
+        engine, reducer = self.engine, self.reducer
+        assert reducer is not None and self.staged is not None
+        known = self.staged.static and not engine.share.has_idle
+        reducer.begin(len(engine.share.slots), engine.share.replicas, presence_known=known, likes=self.likes)
+
+    def _mark(self) -> Tensor:
+        """Say which sites' gradients this replica means to add up, and which parameters it trains."""
+        return torch.tensor([int(self.mark), self.engine.trainable])
+
+    def wait_for_replicas(self) -> Generator[None, None, None]:
+        """Before the first backward writes to shared rows: see that all replicas have begun, with the same sites.
+
+        Until they have, one's user may still read the last step's gradients.
+        """
+        if self.entered is None:
+            return
+        entered, self.entered = self.entered, None
+        marks = yield from wait_for(entered)
+        if any(not torch.equal(mark, marks[0]) for mark in marks):
+            raise mixed_step(self.engine.step_index)
+        fine = False
+        if isinstance(self.reducer, SharedReducer) and self.engine.commons.trainable == self.engine.trainable:
+            fine = yield from self.reducer.prepare(len(self.engine.share.slots), self.engine.share.replicas)
+        if not fine:  # a parameter that is not in the row, or no memory for more rows: exchange messages from now on
+            yield from self.engine.commons.close()
+            staged, self.staged, self.reducer = self.staged, None, None
+            assert staged is not None
+            self._setup(staged)
+        self._begin_reducer()
 
     def _setup(self, staged: Staged) -> None:
         engine = self.engine
@@ -74,7 +113,10 @@ class Gradients:
                 self.bucket_of[stage, k] = list(range(len(buckets), len(buckets) + len(grouped)))
                 buckets.extend(grouped)
         exact = engine.layout.reduction == "exact"
-        self.reducer = Reducer(engine.transport, engine.dp_group, buckets, exact=exact)
+        plain = [site for _, site in sites]
+        self.reducer = engine.commons.reducer_for(plain, buckets) if engine.commons.active else None
+        if self.reducer is None:
+            self.reducer = Reducer(engine.transport, engine.dp_group, buckets, exact=exact)
 
     def release(self) -> None:
         """Let go of the step's gradients; those of parameters stay in their ``.grad``."""
@@ -95,7 +137,9 @@ class Gradients:
         """Tell whether gradients of this backward may leave while it runs (dp only, the last microbatch)."""
         engine = self.engine
         alone = engine.layout.num_stages == 1 and len(engine.staged.stages[0]) == 1
-        if not alone or len(engine.dp_group) == 1 or m != engine.local[-1]:
+        assert self.reducer is not None
+        at_once = isinstance(self.reducer, SharedReducer) and len(self.reducer.buckets) == 1
+        if not alone or len(engine.dp_group) == 1 or m != engine.local[-1] or at_once:
             return False
         if self.overlap_for != self.engine.trainable:
             self._register_overlap()

@@ -28,18 +28,27 @@ class WholeState:
     extra: dict[str, Any] = field(default_factory=dict)
 
 
-def own_state(worker: Worker) -> WholeState:
+def optimizer_states(worker: Worker) -> Generator[None, None, dict[str, dict[str, Any]]]:
+    """Give the optimizer's whole state of this rank's parameters, by name. Every rank calls it."""
+    engine = worker.engine
+    if engine.commons.active:
+        return (yield from engine.commons.gather_states())
+    assert engine.optimizer is not None
+    known = engine.optimizer.state
+    return {n: dict(known[p]) for n, p in worker.model.named_parameters() if p in known}
+
+
+def own_state(worker: Worker) -> Generator[None, None, WholeState]:
     """Give the state that this rank speaks for (its first-held parameters and buffers)."""
     state = WholeState()
     me = worker.engine.pp_index
-    optimizer = worker.engine.optimizer
-    assert optimizer is not None
+    states = yield from optimizer_states(worker)
     for name, parameter in worker.model.named_parameters():
         if worker.owner(name) != me:
             continue
         state.tensors[name] = parameter.detach()
-        if parameter in optimizer.state:
-            state.optimizer[name] = dict(optimizer.state[parameter])
+        if name in states:
+            state.optimizer[name] = states[name]
     for name, buffer in _persistent_buffers(worker):
         if worker.owner(name) == me:
             state.tensors[name] = buffer
@@ -54,7 +63,7 @@ def _persistent_buffers(worker: Worker) -> list[tuple[str, Tensor]]:
 def gather_state(worker: Worker) -> Generator[None, None, WholeState | None]:
     """Gather the whole state on rank 0 (None elsewhere). Every rank calls it."""
     engine = worker.engine
-    own = own_state(worker)
+    own = yield from own_state(worker)
     if engine.dp_index != 0:
         return None
     plain = {n: {k: v for k, v in s.items() if not isinstance(v, Tensor)} for n, s in own.optimizer.items()}
@@ -149,8 +158,10 @@ def restore_state(worker: Worker, state: WholeState) -> None:
         for name, buffer in _persistent_buffers(worker):
             if name in state.tensors:
                 buffer.copy_(state.tensors[name])
+    if engine.commons.active:
+        engine.commons.load_states(state.optimizer)
     for name, values in state.optimizer.items():
-        if name in held:
+        if name in held and not engine.commons.active:
             engine.optimizer.state[known[name]] = {
                 k: v.clone().to(known[name].device if v.ndim else "cpu") if isinstance(v, Tensor) else v
                 for k, v in values.items()

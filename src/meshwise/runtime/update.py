@@ -48,6 +48,12 @@ def run_hooks(hooks: Mapping[nn.Parameter, tuple[list[Any], list[Any]]]) -> None
 
 def block_norms(grads: Sequence[Tensor], kind: float) -> list[float]:
     """Give each gradient's norm, computed over fixed blocks in a fixed order (float64 between blocks)."""
+    blocks, counts = cut_blocks(grads)
+    return combine_blocks(norms_of(blocks, kind).tolist(), counts, kind) if blocks else []
+
+
+def cut_blocks(grads: Sequence[Tensor]) -> tuple[list[Tensor], list[int]]:
+    """Cut gradients in blocks; give them all, and how many each gradient has."""
     blocks: list[Tensor] = []
     counts: list[int] = []
     for grad in grads:
@@ -55,9 +61,16 @@ def block_norms(grads: Sequence[Tensor], kind: float) -> list[float]:
         flat = torch.split(values.reshape(-1), NORM_BLOCK) if values.numel() else (values.reshape(-1),)
         blocks.extend(flat)
         counts.append(len(flat))
-    if not blocks:
-        return []
-    norms = torch.stack([n.double() for n in torch._foreach_norm(blocks, kind)]).tolist()
+    return blocks, counts
+
+
+def norms_of(blocks: list[Tensor], kind: float) -> Tensor:
+    """Give the norm of each block, in float64."""
+    return torch.stack([n.double() for n in torch._foreach_norm(blocks, kind)])
+
+
+def combine_blocks(norms: Sequence[float], counts: Sequence[int], kind: float) -> list[float]:
+    """Combine the norms of blocks to those of the gradients they were cut from."""
     result, at = [], 0
     for count in counts:
         result.append(combine_norms(norms[at : at + count], kind))

@@ -1,0 +1,166 @@
+"""What may be done to an optimizer without changing a bit of its result: found out by trying it on small stand-ins.
+
+An optimizer may update pieces of parameters if it treats every element by itself; a fused or foreach kernel may take
+the place of its loop if the bits are the same. Both are tried on copies, with the optimizer's own options.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import logging
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import optimizer as optim
+
+from ..parallel.rows import RowLayout, view_like
+from .pieces import Pieces
+
+SHAPES = ((40, 30), (1500,), (3, 5, 7))  # of the stand-ins: more than one page, odd ends
+TAILS = tuple((n,) for n in range(1, 34))  # what is left over by a loop of any vector's width
+RATES = (1.0, 1.0, 0.37, 1.9, 0.0123, 7.3, 0.61, 1.0, 0.83, 2.7)  # of a step's learning rate to the first: a kernel
+# that rounds its factors in another way agrees at one rate and in early steps, but not at ten
+KERNELS = ("fused", "foreach")
+
+log = logging.getLogger("meshwise")
+
+
+def allows_pieces(optimizer: torch.optim.Optimizer, kernel: str = "") -> bool:
+    """Tell whether an optimizer gives the same bits when two ranks update pieces of its parameters.
+
+    ``kernel``: the pieces are updated by that kernel, whole parameters by the optimizer as it is.
+    """
+    return _is_plain(optimizer) and _agrees(optimizer, lambda o, p: _run_pieces(o, p, kernel))
+
+
+def same_bits(optimizer: torch.optim.Optimizer, kernel: str) -> bool:
+    """Tell whether a kernel gives the bits of the optimizer's own loop, on parameters of any size."""
+    return _is_plain(optimizer) and _agrees(optimizer, lambda o, p: _run_whole(o, p, kernel), SHAPES + TAILS)
+
+
+def kernels_for(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
+    """List the kernels that may be tried: those of torch's own optimizers, where the user has chosen none."""
+    groups = optimizer.param_groups
+    if not type(optimizer).__module__.startswith("torch.optim"):
+        return ()
+    if any(group.get(kernel) is not None for group in groups for kernel in KERNELS):
+        return ()
+    fused = () if torch.get_num_threads() > 1 else ("fused",)  # it would part the elements by thread
+    return tuple(k for k in (*fused, "foreach") if all(k in group for group in groups))
+
+
+@contextlib.contextmanager
+def kernel_chosen(optimizer: torch.optim.Optimizer, kernel: str) -> Iterator[None]:
+    """Let the optimizer use a kernel inside the block; its groups stay as the user made them."""
+    if not kernel:
+        yield
+        return
+    for group in optimizer.param_groups:
+        group[kernel] = True
+    try:
+        yield
+    finally:
+        for group in optimizer.param_groups:
+            group[kernel] = None
+
+
+# ---- trying ----------------------------------------------------------------------------------------------
+
+
+def _is_plain(optimizer: torch.optim.Optimizer) -> bool:
+    """Tell whether nothing but the optimizer itself runs in its step."""
+    hooks = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
+    everywhere = (optim._global_optimizer_pre_hooks, optim._global_optimizer_post_hooks)
+    return not any((*hooks, *everywhere))
+
+
+def _agrees(optimizer: torch.optim.Optimizer, run: Any, shapes: Sequence[tuple[int, ...]] = SHAPES) -> bool:
+    try:
+        expected = _run_whole(*_stand_in(optimizer, shapes))
+        found = run(*_stand_in(optimizer, shapes))
+    except Exception as error:  # noqa: BLE001 - whatever an optimizer raises on stand-ins
+        log.debug("the optimizer does not work on stand-ins: %s: %s", type(error).__name__, error)
+        return False
+    return all(torch.equal(_bits(a), _bits(b)) for a, b in zip(expected, found, strict=True))
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)
+
+
+def _stand_in(
+    optimizer: torch.optim.Optimizer, shapes: Sequence[tuple[int, ...]]
+) -> tuple[torch.optim.Optimizer, list[list[nn.Parameter]]]:
+    """Copy an optimizer with small parameters in place of each group's own, and without state."""
+    generator = torch.Generator().manual_seed(0)
+    memo: dict[int, Any] = {id(optimizer.state): defaultdict(dict)}
+    groups: list[list[nn.Parameter]] = []
+    for group in optimizer.param_groups:
+        dtype = group["params"][0].dtype if group["params"] else torch.float32
+        mine = [nn.Parameter(_numbers(shape, generator).to(dtype)) for shape in shapes]
+        for k, parameter in enumerate(group["params"]):
+            memo[id(parameter)] = mine[k % len(mine)]
+        groups.append(mine if group["params"] else [])
+    twin = copy.deepcopy(optimizer, memo)
+    vars(twin).pop("step", None)  # a scheduler's wrapper would run the original
+    twin._optimizer_step_pre_hooks, twin._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+    for group, mine in zip(twin.param_groups, groups, strict=True):
+        group["params"] = list(mine)
+    return twin, groups
+
+
+def _numbers(shape: Sequence[int], generator: torch.Generator) -> Tensor:
+    """Give numbers of many magnitudes: where an update is as large as what it changes, every rounding shows."""
+    return torch.randn(shape, generator=generator) * 10 ** (-5 * torch.rand(shape, generator=generator))
+
+
+def _steps(twins: Sequence[torch.optim.Optimizer], parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Give the gradients of each step, the learning rates being set."""
+    generator = torch.Generator().manual_seed(1)
+    first = [group["lr"] for group in twins[0].param_groups]
+    for rate in RATES:
+        for twin in twins:
+            for group, lr in zip(twin.param_groups, first, strict=True):
+                group["lr"] = lr * rate if isinstance(lr, float) else lr
+        yield [_numbers(p.shape, generator).to(p.dtype) for p in parameters]
+
+
+def _run_whole(twin: torch.optim.Optimizer, groups: list[list[nn.Parameter]], kernel: str = "") -> list[Tensor]:
+    parameters = [p for mine in groups for p in mine]
+    for grads in _steps([twin], parameters):
+        for parameter, grad in zip(parameters, grads, strict=True):
+            parameter.grad = grad
+        with kernel_chosen(twin, kernel):
+            twin.step()
+    return list(parameters)
+
+
+def _run_pieces(twin: torch.optim.Optimizer, groups: list[list[nn.Parameter]], kernel: str) -> list[Tensor]:
+    """Let two copies of the optimizer update a half of the stand-ins each."""
+    parameters: list[Tensor] = [p for mine in groups for p in mine]
+    numbers = [g for g, mine in enumerate(groups) for _ in mine]
+    layout = RowLayout.of(parameters)
+    row, sums = torch.zeros(2, layout.num_bytes, dtype=torch.uint8)
+    for offset, parameter in zip(layout.offsets, parameters, strict=True):
+        view_like(row, offset, parameter).copy_(parameter.detach())
+    twins = [twin, copy.deepcopy(twin)]
+    halves = []
+    for member, each in enumerate(twins):
+        share = layout.share(member, 2)
+        halves.append(
+            Pieces(row=row, layout=layout, parameters=parameters, groups=numbers, share=share, optimizer=each)
+        )
+        halves[-1].install()
+    for grads in _steps(twins, parameters):
+        for offset, grad in zip(layout.offsets, grads, strict=True):
+            view_like(sums, offset, grad).copy_(grad)
+        for half in halves:
+            for piece in half.pieces:
+                piece.parameter.grad = sums[piece.start : piece.stop].view(piece.parameter.dtype)
+            with kernel_chosen(half.optimizer, kernel):
+                half.optimizer.step()
+    return [view_like(row, o, p) for o, p in zip(layout.offsets, parameters, strict=True)]
