@@ -1,23 +1,10 @@
-"""Measure contenders block after block in turns, in the same processes, and compare their medians.
-
-::
-
-    warm-up   A B    A B  B A  A B  B A  A B     blocks of steps; a barrier before and after each
-
-Noise that lasts longer than a block hits both sides alike, so ratios are steadier than seconds.
-"""
+"""The values of a measurement: how much effort, what a contender's blocks gave, and a row of the table."""
 
 from __future__ import annotations
 
 import statistics
-import time
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-
-import torch
-import torch.distributed as dist
-
-Run = Callable[[int], None]  # run this many steps
+from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,97 +12,108 @@ class Effort:
     """State how long to measure: blocks for each contender, and the least seconds of a block."""
 
     blocks: int = 7
-    seconds: float = 1.0
+    seconds: float = 0.5
     warm_steps: int = 3
 
     @classmethod
     def quick(cls) -> Effort:
         """Give the least effort that gives numbers at all."""
-        return cls(blocks=5, seconds=0.05, warm_steps=2)
+        return cls(blocks=3, seconds=0.05, warm_steps=2)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """Hold the seconds a step of each of a contender's blocks, or why there are none; and what else it told."""
+
+    seconds: tuple[float, ...] = ()
+    note: str = ""
+    told: Any = None
+
+    @property
+    def median(self) -> float | None:
+        """Give the median of the blocks."""
+        return statistics.median(self.seconds) if self.seconds else None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """Hold one comparison: seconds a step of both sides (of each block) and the target of their ratio."""
+    """Hold one row: a contender's value in ``unit`` ("x" is a ratio to ``against``), and what it should be.
+
+    A smaller value is better, unless the target is one to reach (``at_least``). Without a value, ``note`` says why.
+    """
 
     part: str
     case: str
-    meshwise: str
-    alternative: str
-    seconds: tuple[float, ...]
-    alternative_seconds: tuple[float, ...]
-    target: float
+    name: str
+    against: str = ""
+    value: float | None
+    unit: str = "x"
+    target: float | None = None
+    at_least: bool = False
+    seconds: tuple[float, ...] = ()
+    against_seconds: tuple[float, ...] = ()
+    note: str = ""
 
-    @property
-    def ratio(self) -> float:
-        """Give the ratio of the medians: meshwise / alternative."""
-        return statistics.median(self.seconds) / statistics.median(self.alternative_seconds)
-
-    @property
-    def best(self) -> float:
-        """Give the ratio of the fastest blocks, which outside load disturbs least."""
-        return min(self.seconds) / min(self.alternative_seconds)
+    @classmethod
+    def ratio(
+        cls, part: str, case: str, found: dict[str, Result], name: str, against: str, target: float | None = None
+    ) -> Row:
+        """Compare the medians of two contenders."""
+        mine, other = found[name], found[against]
+        value = mine.median / other.median if mine.median and other.median else None
+        return cls(
+            part=part,
+            case=case,
+            name=name,
+            against=against,
+            value=value,
+            target=target,
+            seconds=mine.seconds,
+            against_seconds=other.seconds,
+            note=mine.note or (f"{against}: {other.note}" if other.note else ""),
+        )
 
     @property
     def key(self) -> str:
-        """Name the comparison."""
-        return f"{self.part}/{self.case}/{self.meshwise} vs {self.alternative}"
+        """Name what was measured."""
+        return f"{self.part}/{self.case}/{self.name}" + (f" vs {self.against}" if self.against else "")
+
+    @property
+    def verdict(self) -> str:
+        """Say whether the target is met; nothing where there is none."""
+        if self.target is None:
+            return ""
+        if self.value is None:
+            return "no value"
+        met = self.value >= self.target if self.at_least else self.value <= self.target
+        return "met" if met else "missed"
+
+    @property
+    def spread(self) -> tuple[float, float] | None:
+        """Give the middle half of the ratios of blocks that ran beside each other."""
+        if self.unit != "x" or len(self.seconds) < 3 or len(self.seconds) != len(self.against_seconds):
+            return None
+        ratios = [a / b for a, b in zip(self.seconds, self.against_seconds, strict=True)]
+        low, _, high = statistics.quantiles(ratios, n=4)
+        return low, high
 
     def as_dict(self) -> dict[str, object]:
-        """Give the row as plain values, seconds a step included."""
+        """Give the row as plain values, with the seconds a step of every block."""
         return {
             "key": self.key,
-            "ratio": self.ratio,
-            "best": self.best,
-            "target": self.target,
-            "median_seconds": statistics.median(self.seconds),
-            "alternative_median_seconds": statistics.median(self.alternative_seconds),
-            "seconds": list(self.seconds),
-            "alternative_seconds": list(self.alternative_seconds),
+            **{k: list(v) if isinstance(v, tuple) else v for k, v in vars(self).items()},
+            "median_seconds": statistics.median(self.seconds) if self.seconds else None,
+            "spread": self.spread,
+            "verdict": self.verdict,
         }
 
-    def __str__(self) -> str:
-        ours, theirs = (statistics.median(s) * 1e3 for s in (self.seconds, self.alternative_seconds))
-        verdict = "ok" if self.ratio <= self.target else "OVER"
-        name = f"{self.case}: {self.meshwise} / {self.alternative}"
-        return (
-            f"{self.part:11} {name:58} {ours:9.3f} ms {theirs:9.3f} ms  ratio {self.ratio:5.3f} "
-            f"(best {self.best:5.3f}, target {self.target:.2f}) {verdict}"
-        )
-
-
-def interleave(contenders: Mapping[str, Run], effort: Effort) -> dict[str, tuple[float, ...]]:
-    """Give the seconds a step of each contender's blocks. Every rank calls it; rank 0's clock counts."""
-    steps = {}
-    for name, run in contenders.items():
-        run(effort.warm_steps)
-        steps[name] = _agree(max(1, round(effort.seconds / _timed(run, 2) * 2)))
-    found: dict[str, list[float]] = {name: [] for name in contenders}
-    names = list(contenders)
-    for block in range(effort.blocks):
-        for name in names if block % 2 == 0 else reversed(names):
-            found[name].append(_timed(contenders[name], steps[name]) / steps[name])
-    return {name: tuple(values) for name, values in found.items()}
-
-
-def _timed(run: Run, steps: int) -> float:
-    barrier()
-    start = time.perf_counter()
-    run(steps)
-    barrier()
-    return time.perf_counter() - start
-
-
-def barrier() -> None:
-    """Wait for all ranks."""
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        dist.barrier()
-
-
-def _agree(number: int) -> int:
-    """Take rank 0's number."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return number
-    value = torch.tensor([number])
-    dist.broadcast(value, 0)
-    return int(value)
+    def shown(self) -> list[str]:
+        """Give the row as the texts of the table's columns."""
+        milliseconds = f"{statistics.median(self.seconds) * 1e3:.3f}" if self.seconds else ""
+        value = "-" if self.value is None else f"{self.value:.3g}" if self.unit != "x" else f"{self.value:.3f}"
+        unit = "" if self.unit == "x" or self.value is None else f" {self.unit}"
+        spread = f"{self.spread[0]:.2f}-{self.spread[1]:.2f}" if self.spread else ""
+        sign = ">=" if self.at_least else "<="
+        target = "" if self.target is None else f"{sign} {self.target:g}"
+        name = f"{self.name} / {self.against}" if self.against else self.name
+        return [self.part, self.case, name, milliseconds, value + unit, spread, target, self.verdict, self.note]

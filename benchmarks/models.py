@@ -1,45 +1,10 @@
-"""The models that are measured: each a Sequential, so that both sides cut it at the same places."""
+"""The models that are measured. Those that a pipeline cuts are Sequential, so that both sides cut at one place."""
 
 from __future__ import annotations
-
-import itertools
-from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-
-Data = tuple[Tensor, Tensor]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Case:
-    """State a model, its data, and the sizes at which it is measured.
-
-    ``batch``: samples a rank without a pipeline; ``microbatch``: samples of one of the 8 microbatches of a
-    pipeline; ``cuts[s]``: indices at which the stages after the first begin, for s stages.
-    """
-
-    name: str
-    build: Callable[[], nn.Sequential]
-    data: Callable[[int], Data]
-    batch: int
-    microbatch: int
-    num_samples: int
-    cuts: dict[int, tuple[int, ...]]
-    note: str = ""
-
-    def stages(self, model: nn.Sequential, num_stages: int) -> list[nn.Sequential]:
-        """Cut a model at the case's cuts."""
-        edges = [0, *self.cuts[num_stages], len(model)]
-        return [model[a:b] for a, b in itertools.pairwise(edges)]
-
-
-def loss(output: Tensor, target: Tensor) -> Tensor:
-    """Give the mean cross entropy over all targets (classes last)."""
-    return F.cross_entropy(output.flatten(0, -2), target.flatten())
-
 
 # ---- layers ------------------------------------------------------------------------------------
 
@@ -59,6 +24,54 @@ class Block(nn.Module):
         """Map (batch, inside, side, side) to (batch, outside, side / stride, side / stride)."""
         y = F.relu(self.norm1(self.conv1(x)))
         return F.relu(self.norm2(self.conv2(y)) + self.short(x))
+
+
+class Bottleneck(nn.Module):
+    """Add three convolutions with BatchNorm, the middle one narrow, to a shortcut, as a ResNet-50 block does."""
+
+    def __init__(self, inside: int, width: int, stride: int) -> None:
+        super().__init__()
+        outside = 4 * width
+        self.conv1, self.norm1 = nn.Conv2d(inside, width, 1, bias=False), nn.BatchNorm2d(width)
+        self.conv2 = nn.Conv2d(width, width, 3, stride, padding=1, bias=False)
+        self.norm2 = nn.BatchNorm2d(width)
+        self.conv3, self.norm3 = nn.Conv2d(width, outside, 1, bias=False), nn.BatchNorm2d(outside)
+        self.relu = nn.ReLU(inplace=True)
+        self.short: nn.Module = nn.Identity()
+        if stride > 1 or inside != outside:
+            self.short = nn.Sequential(nn.Conv2d(inside, outside, 1, stride, bias=False), nn.BatchNorm2d(outside))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (batch, inside, side, side) to (batch, 4 * width, side / stride, side / stride)."""
+        y = self.relu(self.norm1(self.conv1(x)))
+        y = self.relu(self.norm2(self.conv2(y)))
+        return self.relu(self.norm3(self.conv3(y)) + self.short(x))
+
+
+class ResNet50(nn.Module):
+    """Classify RGB images as ResNet-50 does (He and others 2015; the stride in the block's middle, as torchvision)."""
+
+    def __init__(self, classes: int = 1000) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(3, 64, 7, 2, padding=3, bias=False)
+        self.norm1 = nn.BatchNorm2d(64)
+        self.relu = nn.ReLU(inplace=True)
+        self.pool = nn.MaxPool2d(3, 2, padding=1)
+        inside, stages = 64, []
+        for width, depth, stride in ((64, 3, 1), (128, 4, 2), (256, 6, 2), (512, 3, 2)):
+            blocks = [Bottleneck(inside, width, stride)]
+            blocks += [Bottleneck(4 * width, width, 1) for _ in range(depth - 1)]
+            stages.append(nn.Sequential(*blocks))
+            inside = 4 * width
+        self.layer1, self.layer2, self.layer3, self.layer4 = stages
+        self.mean = nn.AdaptiveAvgPool2d(1)
+        self.fc = nn.Linear(inside, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (batch, 3, side, side) to (batch, classes)."""
+        x = self.pool(self.relu(self.norm1(self.conv1(x))))
+        x = self.layer4(self.layer3(self.layer2(self.layer1(x))))
+        return self.fc(self.mean(x).flatten(1))
 
 
 class Embedding(nn.Module):
@@ -135,89 +148,3 @@ def vgg16(image: int = 224, classes: int = 1000) -> nn.Sequential:
     layers += [nn.Flatten(), nn.Linear(flat, 4096), nn.ReLU(inplace=True), nn.Dropout()]
     layers += [nn.Linear(4096, 4096), nn.ReLU(inplace=True), nn.Dropout(), nn.Linear(4096, classes)]
     return nn.Sequential(*layers)
-
-
-# ---- data --------------------------------------------------------------------------------------
-
-
-def vectors(width: int, classes: int = 10) -> Callable[[int], Data]:
-    """Give a function that makes random vectors with random classes."""
-    return lambda count: (torch.randn(count, width), torch.randint(0, classes, (count,)))
-
-
-def images(side: int, classes: int = 10) -> Callable[[int], Data]:
-    """Give a function that makes random RGB images with random classes."""
-    return lambda count: (torch.randn(count, 3, side, side), torch.randint(0, classes, (count,)))
-
-
-def tokens(length: int = 64, vocabulary: int = 512) -> Callable[[int], Data]:
-    """Give a function that makes random token ids, each sequence's target being the next ids."""
-
-    def make(count: int) -> Data:
-        ids = torch.randint(0, vocabulary, (count, length + 1))
-        return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
-
-    return make
-
-
-CASES = {
-    case.name: case
-    for case in (
-        Case(
-            name="mlp",
-            build=small_mlp,
-            data=vectors(784),
-            batch=64,
-            microbatch=64,
-            num_samples=16384,
-            cuts={2: (2,)},
-        ),
-        Case(
-            name="wide-mlp",
-            build=wide_mlp,
-            data=vectors(2048, 2048),
-            batch=64,
-            microbatch=64,
-            num_samples=4096,
-            cuts={2: (8,), 4: (4, 8, 12)},
-        ),
-        Case(
-            name="resnet",
-            build=resnet,
-            data=images(32),
-            batch=32,
-            microbatch=16,
-            num_samples=2048,
-            cuts={2: (4,), 4: (2, 4, 6)},
-            note='batch_norm="microbatch": both sides use the statistics of each microbatch',
-        ),
-        Case(
-            name="decoder",
-            build=decoder,
-            data=tokens(),
-            batch=16,
-            microbatch=8,
-            num_samples=2048,
-            cuts={2: (3,), 4: (2, 3, 4)},
-        ),
-        Case(
-            name="vgg16-64",
-            build=lambda: vgg16(64),
-            data=images(64, 1000),
-            batch=4,
-            microbatch=2,
-            num_samples=256,
-            cuts={2: (12,), 4: (7, 12, 19)},
-        ),
-        Case(
-            name="vgg16-224",
-            build=vgg16,
-            data=images(224, 1000),
-            batch=2,
-            microbatch=1,
-            num_samples=64,
-            cuts={2: (12,), 4: (7, 12, 19)},
-        ),
-    )
-}
-FULL_ONLY = ("vgg16-224",)

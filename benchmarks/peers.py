@@ -1,124 +1,74 @@
-"""The alternatives: the loops that a person writes by hand for one device, DDP and torch's pipelining."""
+"""The frameworks beside which meshwise is measured, each used as its documentation says for a loop of one's own.
+
+They are not needed to use meshwise or to run the benchmarks: ``peers.txt`` lists them, and one that is not
+installed is shown as such. All run over gloo, with the best settings of DDP where they build on it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import os
 from typing import Any
 
-import torch
-import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.pipelining import (
-    PipelineStage,
-    Schedule1F1B,
-    ScheduleGPipe,
-    ScheduleInterleaved1F1B,
-    ScheduleInterleavedZeroBubble,
-    ScheduleZBVZeroBubble,
-)
-from torch.nn.parallel import DistributedDataParallel
+from torch import Tensor
 
-from .measure import Run
-from .models import Case, Data, loss
-
-LEARNING_RATE = 1e-3
+from .cases import loss
+from .contender import Contender
+from .loops import Loop, build, feed, optimizer_for
 
 
-def optimizer_for(parameters: Any) -> torch.optim.Optimizer:
-    """Build the optimizer of both sides."""
-    return torch.optim.SGD(parameters, lr=LEARNING_RATE, momentum=0.9)
+def accelerate(contender: Contender) -> Loop:
+    """Train with Accelerate: model and optimizer prepared, its own backward, DDP at its best settings."""
+    from accelerate import Accelerator, DistributedDataParallelKwargs
+
+    accelerator = Accelerator(cpu=True, kwargs_handlers=[DistributedDataParallelKwargs(**contender.options["ddp"])])
+    if accelerator.num_processes != contender.ranks:
+        raise RuntimeError(f"Accelerate sees {accelerator.num_processes} processes, not {contender.ranks}")
+    plain = build(contender)
+    model, optimizer = accelerator.prepare(plain, optimizer_for(plain.parameters()))
+    return Loop(contender, model, optimizer, accelerator.backward)
 
 
-def feed(data: Data, batch: int, rank: int = 0, ranks: int = 1) -> Iterator[Data]:
-    """Give shuffled batches for ever by indexing the tensors; rank r takes the r-th part of each."""
-    x, y = data
-    for whole in shuffled(len(x), batch * ranks):
-        ids = whole[rank * batch : (rank + 1) * batch]
-        yield x[ids], y[ids]
+def fabric(contender: Contender) -> Loop:
+    """Train with Lightning Fabric: set up by its DDP strategy at the best settings of DDP, its own backward."""
+    from lightning_fabric import Fabric
+    from lightning_fabric.strategies import DDPStrategy
+
+    strategy = DDPStrategy(process_group_backend="gloo", **contender.options["ddp"])
+    made = Fabric(accelerator="cpu", devices=contender.ranks, strategy=strategy)
+    made.launch()
+    if made.world_size != contender.ranks:
+        raise RuntimeError(f"Fabric sees {made.world_size} processes, not {contender.ranks}")
+    plain = build(contender)
+    model, optimizer = made.setup(plain, optimizer_for(plain.parameters()))
+    return Loop(contender, model, optimizer, made.backward)
 
 
-def shuffled(count: int, batch: int) -> Iterator[Tensor]:
-    """Give the ids of whole batches for ever, in a new order each epoch, the same on every rank."""
-    generator = torch.Generator().manual_seed(0)
-    while True:
-        order = torch.randperm(count, generator=generator)
-        yield from order[: count - count % batch].split(batch)
+class DeepSpeed:
+    """Train with DeepSpeed's engine under ZeRO stage 1, with the same torch optimizer."""
 
+    def __init__(self, contender: Contender) -> None:
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+        os.environ.setdefault("LOCAL_SIZE", str(contender.ranks))
+        import deepspeed as package
 
-def plain_loop(case: Case, data: Data) -> Run:
-    """Train on one device."""
-    torch.manual_seed(0)
-    model = case.build()
-    return _loop(model, feed(data, case.batch))
-
-
-def ddp_loop(case: Case, data: Data) -> Run:
-    """Train with DDP, gradients as views of its buckets, the graph declared static."""
-    torch.manual_seed(0)
-    group = dist.new_group()
-    model = DistributedDataParallel(case.build(), process_group=group, gradient_as_bucket_view=True, static_graph=True)
-    return _loop(model, feed(data, case.batch, dist.get_rank(), dist.get_world_size()))
-
-
-def _loop(model: nn.Module, batches: Iterator[Data]) -> Run:
-    optimizer = optimizer_for(model.parameters())
-    model.train()
-
-    def run(steps: int) -> None:
-        for _ in range(steps):
-            x, y = next(batches)
-            value = loss(model(x), y)
-            value.backward()
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-            value.item()
-
-    return run
-
-
-# ---- pipelines ---------------------------------------------------------------------------------
-
-STOCK = {
-    "gpipe": (ScheduleGPipe,),
-    "1f1b": (Schedule1F1B,),
-    "interleaved": (ScheduleInterleaved1F1B,),
-    "zero-bubble": (ScheduleInterleavedZeroBubble, ScheduleZBVZeroBubble),
-}
-LOOPED = (ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble)
-
-
-class StockPipeline:
-    """Train with torch.distributed.pipelining on two ranks, its stages cut where the case says."""
-
-    def __init__(self, case: Case, data: Data, kind: Callable[..., Any], microbatches: int) -> None:
-        torch.manual_seed(0)
-        self.rank, ranks = dist.get_rank(), dist.get_world_size()
-        virtual = 2 if kind in (*LOOPED, ScheduleZBVZeroBubble) else 1
-        count = ranks * virtual
-        mine = [self.rank + ranks * v for v in range(virtual)]
-        if kind is ScheduleZBVZeroBubble:
-            mine = [self.rank, count - 1 - self.rank]
-        parts = case.stages(case.build(), count)
-        group = dist.new_group()
-        device = torch.device("cpu")
-        self.stages = [PipelineStage(parts[s], s, count, device, group=group) for s in mine]
-        given = self.stages if virtual > 1 else self.stages[0]
-        self.schedule = kind(given, microbatches, loss_fn=loss)
-        self.first, self.last = 0 in mine, count - 1 in mine
-        self.optimizer = optimizer_for([p for s in mine for p in parts[s].parameters()])
-        self.data, self.ids = data, shuffled(len(data[0]), case.microbatch * microbatches)
+        config = {
+            "train_micro_batch_size_per_gpu": contender.options["batch"] // contender.ranks,
+            "gradient_accumulation_steps": 1,
+            "zero_optimization": {"stage": 1},
+            "zero_allow_untested_optimizer": True,  # it has no SGD of its own
+            "zero_force_ds_cpu_optimizer": False,
+            "steps_per_print": 1 << 30,
+        }
+        plain = build(contender)
+        optimizer: Any = optimizer_for(plain.parameters())
+        self.engine: Any = package.initialize(model=plain, optimizer=optimizer, config=config)[0]
+        self.batches = feed(contender)
 
     def run(self, steps: int) -> None:
-        """Run this many optimizer steps."""
+        """Run this many optimizer steps; the engine sets gradients to None itself."""
         for _ in range(steps):
-            ids = next(self.ids)
-            losses: list[Tensor] = []
-            given = (self.data[0][ids],) if self.first else ()
-            if self.last:
-                self.schedule.step(*given, target=self.data[1][ids], losses=losses)
-            else:
-                self.schedule.step(*given)
-            self.optimizer.step()
-            self.optimizer.zero_grad(set_to_none=True)
-            if losses:
-                torch.stack(losses).mean().item()
+            x, y = next(self.batches)
+            value: Tensor = loss(self.engine(x), y)
+            self.engine.backward(value)
+            self.engine.step()
+            value.item()

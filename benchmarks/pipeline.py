@@ -1,189 +1,93 @@
-"""Two pipeline stages against torch.distributed.pipelining, and how much of a step ranks really idle."""
+"""Two pipeline stages beside torch.distributed.pipelining, and how much of a step ranks really idle."""
 
 from __future__ import annotations
 
-import gc
 import statistics
-import time
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
-import torch.distributed as dist
-
-from meshwise.launch.local import run_ranks
-from meshwise.schedule.actions import CELLS, Op
+from meshwise.schedule.actions import Op
 from meshwise.schedule.library import build_program
 from meshwise.schedule.replay import Costs, replay
 
-from .measure import Effort, Row, interleave
-from .models import CASES, Case, Data
-from .ours import Ours
-from .peers import STOCK, StockPipeline
-from .replicas import make_data
+from .cases import CASES
+from .contender import Contender, meshwise
+from .measure import Effort, Result, Row
+from .turns import compete
 
-MICROBATCHES = 8
-BUBBLE_STEPS = 5
-
-Span = tuple[str, int, float, float]  # kind of cell ("F", "B", ..), stage, start, end
-
-
-@dataclass(frozen=True, kw_only=True)
-class Bubble:
-    """Hold the idle share of both ranks' time: measured (median of some steps), replayed, in theory."""
-
-    case: str
-    schedule: str
-    meshwise: float
-    stock: float
-    replayed: float  # with meshwise's measured seconds of each cell, messages taking no time
-    theory: float  # all stages equal, a backward twice a forward
-
-    @property
-    def key(self) -> str:
-        """Name the measurement."""
-        return f"bubble/{self.case}/{self.schedule}"
-
-    def as_dict(self) -> dict[str, object]:
-        """Give the bubble as plain values."""
-        return {"key": self.key, **vars(self)}
-
-    def __str__(self) -> str:
-        return (
-            f"{'bubble':11} {f'{self.case}: {self.schedule}':34} meshwise {self.meshwise:6.1%}  "
-            f"stock {self.stock:6.1%}  replayed {self.replayed:6.1%}  theory {self.theory:6.1%}"
-        )
+# Our layouts, and the schedules of torch's that do the same.
+STOCK = {
+    "gpipe": ("ScheduleGPipe",),
+    "1f1b": ("Schedule1F1B",),
+    "interleaved": ("ScheduleInterleaved1F1B",),
+    "gpipe,virtual=2": ("ScheduleLoopedBFS",),
+    "zero-bubble": ("ScheduleInterleavedZeroBubble", "ScheduleZBVZeroBubble", "ScheduleDualPipeV"),
+}
+LOOPED = ("interleaved", "gpipe,virtual=2")
+CUT_IN_FOUR = (*LOOPED, "zero-bubble")
+COUNTS = (2, 4, 8)
+TARGET, BUBBLE_POINTS = 0.95, 5.0
 
 
-def pipelines(names: list[str], schedules: list[str], effort: Effort) -> tuple[list[Row], list[Bubble]]:
-    """Compare every schedule on two ranks with the stock one, the same cut and 8 microbatches."""
-    rows: list[Row] = []
-    bubbles: list[Bubble] = []
+def pipelines(
+    names: Sequence[str], effort: Effort, schedules: Sequence[str] = tuple(STOCK), counts: Sequence[int] = COUNTS
+) -> Iterator[Row]:
+    """Compare every schedule on two ranks with torch's, the same cuts and microbatches."""
     for name in names:
         for schedule in schedules:
-            if schedule in ("interleaved", "zero-bubble") and 4 not in CASES[name].cuts:
-                continue
-            found = run_ranks(partial(_pipeline, name, schedule, effort), 2, timeout=1800)
-            rows += _rows(name, schedule, found[0][0])
-            bubbles.append(_bubble(name, schedule, [f[1] for f in found], [f[2] for f in found]))
-    return rows, bubbles
+            if schedule not in CUT_IN_FOUR or 4 in CASES[name].cuts:
+                yield from _schedule(name, schedule, counts, effort)
 
 
-def _rows(name: str, schedule: str, seconds: dict[str, tuple[float, ...]]) -> list[Row]:
-    return [
-        Row(
-            part="pipeline",
-            case=name,
-            meshwise=f"pp=2,{schedule}",
-            alternative=other,
-            seconds=seconds["meshwise"],
-            alternative_seconds=seconds[other],
-            target=1.00,
-        )
-        for other in seconds
-        if other != "meshwise"
-    ]
-
-
-def _pipeline(name: str, schedule: str, effort: Effort, context: Any) -> Any:
+def _schedule(name: str, schedule: str, counts: Sequence[int], effort: Effort) -> Iterator[Row]:
+    """Compare one schedule: all numbers of microbatches of a side in the same processes, torch's kinds apart."""
     case = CASES[name]
-    data = make_data(case)
-    mine = _ours(case, data, schedule)
-    peers = {k.__name__: StockPipeline(case, data, k, MICROBATCHES) for k in STOCK[schedule]}
-    seconds = interleave({"meshwise": mine.run, **{n: p.run for n, p in peers.items()}}, effort)
-    gc.collect()
-    spans = _record(mine.run, lambda spans: _watch_ours(mine, spans))
-    stock = next(iter(peers.values()))
-    return seconds, spans, _record(stock.run, lambda spans: _watch_stock(stock, spans))
-
-
-def _ours(case: Case, data: Data, schedule: str) -> Ours:
-    virtual = 2 if schedule == "interleaved" else 1
-    return Ours(
-        case,
-        data,
-        f"pp=2,schedule={schedule}",
-        batch=case.microbatch * MICROBATCHES,
-        microbatch=case.microbatch,
-        cuts=case.cuts[2 * virtual],
-    )
+    contenders: list[Contender] = []
+    pairs: list[tuple[int, str, str]] = []
+    for count in counts:
+        batch = case.microbatch * count
+        mine = meshwise(
+            f"pp=2, {schedule}, m={count}",
+            name,
+            f"pp=2,schedule={schedule}",
+            ranks=2,
+            batch=batch,
+            microbatch=case.microbatch,
+            cuts=case.cuts[4 if schedule in LOOPED else 2],
+        )
+        contenders.append(replace(mine, options={**mine.options, "tell": True}))
+        for kind in STOCK[schedule]:
+            options = {"schedule": kind, "microbatches": count, "batch": batch}
+            title = f"{kind}, m={count}"
+            contenders.append(Contender(name=title, kind="stock", case=name, home=kind, options=options))
+            pairs.append((count, mine.name, title))
+    found = compete(contenders, effort)
+    yield from (Row.ratio("pipeline", name, found, mine, other, TARGET) for _, mine, other in pairs)
+    for count, mine in dict.fromkeys((count, mine) for count, mine, _ in pairs):
+        yield _bubble_row(name, schedule, count, found[mine], mine)
 
 
 # ---- bubbles -----------------------------------------------------------------------------------
 
 
-def _record(run: Callable[[int], None], watch: Callable[[list[Span]], None]) -> list[list[Span]]:
-    """Run some steps and give the cells of each, on a clock that all processes of a host share."""
-    spans: list[Span] = []
-    watch(spans)
-    steps = []
-    for _ in range(BUBBLE_STEPS):
-        dist.barrier()
-        run(1)
-        steps.append(list(spans))
-        spans.clear()
-    return steps
+def _bubble_row(case: str, schedule: str, count: int, result: Result, name: str) -> Row:
+    """Compare the idle share of both ranks' time with the replay of the program at the measured costs."""
+    row = Row(part="bubble", case=case, name=name, value=None, unit="points", target=BUBBLE_POINTS, note=result.note)
+    if result.told is None:
+        return row
+    kind, _, _ = schedule.partition(",")
+    virtual = 2 if schedule in LOOPED else 1
+    program = build_program(kind, num_ranks=2, num_microbatches=count, virtual=virtual, tail=False)
+    measured = _idle(result.told)
+    replayed = replay(program, costs=_costs(result.told, 2 * virtual)).bubble
+    theory = replay(program, costs=Costs(forward=1.0, backward=2.0)).bubble
+    note = f"measured {measured:.1%}, replayed {replayed:.1%}, stages all equal {theory:.1%}"
+    return replace(row, value=abs(measured - replayed) * 100, note=note)
 
 
-def _watch_ours(mine: Ours, spans: list[Span]) -> None:
-    engine: Any = mine.session.worker.engine
-    plain = engine._run
-
-    def run(action: Any) -> Any:
-        start = time.perf_counter()
-        result = yield from plain(action)
-        if action.op in CELLS:
-            spans.append((action.op.value, action.stage, start, time.perf_counter()))
-        return result
-
-    engine._run = run
-    settle = engine.gradients.settle
-
-    def timed_settle() -> None:
-        start = time.perf_counter()
-        settle()
-        spans.append(("add", -1, start, time.perf_counter()))
-
-    engine.gradients.settle = timed_settle
-
-
-def _watch_stock(peer: StockPipeline, spans: list[Span]) -> None:
-    def timed(kind: str, stage: int, function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            start = time.perf_counter()
-            result = function(*args, **kwargs)
-            spans.append((kind, stage, start, time.perf_counter()))
-            return result
-
-        return call
-
-    for stage in peer.stages:
-        for kind, name in (
-            ("F", "forward_one_chunk"),
-            ("B", "backward_one_chunk"),
-            ("W", "backward_weight_one_chunk"),
-        ):
-            setattr(stage, name, timed(kind, stage.stage_index, getattr(stage, name)))
-    schedule: Any = peer.schedule
-    schedule._maybe_compute_loss = timed("loss", -1, schedule._maybe_compute_loss)
-
-
-def _bubble(name: str, schedule: str, ours: list[Any], stock: list[Any]) -> Bubble:
-    virtual = 2 if schedule == "interleaved" else 1
-    program = build_program(schedule, num_ranks=2, num_microbatches=MICROBATCHES, virtual=virtual, tail=False)
-    return Bubble(
-        case=name,
-        schedule=schedule,
-        meshwise=_idle(ours),
-        stock=_idle(stock),
-        replayed=replay(program, costs=_costs(ours, 2 * virtual)).bubble,
-        theory=replay(program, costs=Costs(forward=1.0, backward=2.0)).bubble,
-    )
-
-
-def _idle(ranks: list[list[list[Span]]]) -> float:
-    """Give the share of time, from the step's first cell to its last, in which a rank runs no cell."""
+def _idle(ranks: list[Any]) -> float:
+    """Give the share of time, from the step's first cell to its last, in which a rank runs no cell: of the median."""
     found = []
     for step in zip(*ranks, strict=True):
         start = min(span[2] for spans in step for span in spans)
@@ -193,16 +97,26 @@ def _idle(ranks: list[list[list[Span]]]) -> float:
     return statistics.median(found)
 
 
-def _costs(ranks: list[list[list[Span]]], num_stages: int) -> Costs:
+def _costs(ranks: list[Any], num_stages: int) -> Costs:
+    """Give the median seconds of each kind of cell of each stage, adding up gradients counted to the backwards."""
     spans = [span for steps in ranks for step in steps for span in step]
 
     def median(op: Op) -> list[float]:
         by_stage = [[s[3] - s[2] for s in spans if s[:2] == (op.value, n)] for n in range(num_stages)]
         return [statistics.median(values) if values else 0.0 for values in by_stage]
 
+    adding = []
+    for steps in ranks:
+        mine = [span for step in steps for span in step]
+        backwards = sum(s[0] in (Op.BACKWARD.value, Op.BACKWARD_WEIGHT.value) for s in mine)
+        adding.append(sum(s[3] - s[2] for s in mine if s[0] == "add") / max(1, backwards))
+
+    def with_adding(values: list[float]) -> list[float]:
+        return [value + adding[stage % len(ranks)] for stage, value in enumerate(values)]
+
     return Costs(
         forward=median(Op.FORWARD),
-        backward=median(Op.BACKWARD),
+        backward=with_adding(median(Op.BACKWARD)),
         backward_input=median(Op.BACKWARD_INPUT),
-        backward_weight=median(Op.BACKWARD_WEIGHT),
+        backward_weight=with_adding(median(Op.BACKWARD_WEIGHT)),
     )

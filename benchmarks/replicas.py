@@ -1,90 +1,104 @@
-"""One device against a plain loop, and two replicas against DDP, exact and fast."""
+"""Replicas beside DDP and every peer; and the exact reduction beside the fast one."""
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-import torch
+from .cases import CASES
+from .contender import Contender, meshwise
+from .measure import Effort, Row
+from .turns import compete
 
-from meshwise.launch.local import run_ranks
-
-from .measure import Effort, Row, interleave
-from .models import CASES, Case, Data
-from .ours import ours
-from .peers import ddp_loop, plain_loop
-
-Seconds = dict[str, tuple[float, ...]]
+BEST = {"gradient_as_bucket_view": True, "static_graph": True}
+DDP = "DDP, best settings"
+OUTER = ("resnet", "vgg16-64", "resnet50-96")  # no row of the frameworks: minutes each, and they all wrap DDP
+HUGE = ("vgg16-224",)  # only both sides: each rank of each contender holds 1.7 GB
+FOUR_RANKS = {"mlp": 0.45, "wide-mlp": 0.45}  # targets
 PARTS = 3  # microbatches a replica in the second comparison of exact and fast
 
 
-def make_data(case: Case) -> Data:
-    """Make a case's data, the same on every rank."""
-    torch.manual_seed(1)
-    return case.data(case.num_samples)
-
-
-def one_device(names: list[str], effort: Effort) -> list[Row]:
-    """Compare one device with a plain loop, one microbatch a step."""
-    rows = []
+def replicas(names: Sequence[str], effort: Effort, *, peers: bool = True) -> Iterator[Row]:
+    """Compare two replicas, one microbatch each, with DDP at its best settings, and the peers with it too."""
     for name in names:
-        found = run_ranks(partial(_one_device, name, effort), 1, timeout=1800)[0]
-        rows.append(_row("one-device", name, found, "dp=1", "plain loop", 1.03))
-    return rows
+        contenders = _replicas(name, 2)
+        if name not in HUGE and peers:
+            contenders += _relatives(name) + ([] if name in OUTER else _peers(name))
+        found = compete(contenders, effort)
+        mine, _, *others = [c.name for c in contenders]
+        yield Row.ratio("dp", name, found, mine, DDP, CASES[name].target)
+        yield from (Row.ratio("dp", name, found, other, DDP) for other in others)
 
 
-def _one_device(name: str, effort: Effort, context: Any) -> Seconds:
-    case = CASES[name]
-    data = make_data(case)
-    return interleave(
-        {
-            "dp=1": ours(case, data, "dp=1", batch=case.batch, microbatch=case.batch),
-            "plain loop": plain_loop(case, data),
-        },
-        effort,
-    )
-
-
-def replicas(names: list[str], effort: Effort) -> list[Row]:
-    """Compare two replicas with DDP, and the exact reduction with the backend's own order."""
-    rows = []
+def four_ranks(names: Sequence[str], effort: Effort) -> Iterator[Row]:
+    """Compare four replicas with DDP on four ranks, on however many cores there are."""
     for name in names:
-        found = run_ranks(partial(_replicas, name, effort), 2, timeout=1800)[0]
-        rows.append(_row("dp", name, found, "dp=2", "DDP", 1.00))
-        rows.append(_row("exactness", name, found, "dp=2", "dp=2 fast", 1.05))
-        rows.append(_row("exactness", name, found, "dp=2 in parts", "dp=2 in parts fast", 1.05))
-    return rows
+        if name in FOUR_RANKS:
+            contenders = _replicas(name, 4)
+            found = compete(contenders, effort)
+            yield Row.ratio("dp=4", name, found, contenders[0].name, DDP, FOUR_RANKS[name])
 
 
-def _replicas(name: str, effort: Effort, context: Any) -> Seconds:
-    """Measure DDP and meshwise on the same batch a rank; "in parts" cuts it in 3 microbatches a rank."""
-    case = CASES[name]
-    data = make_data(case)
-    batch = 2 * case.batch
-    part = max(1, case.batch // PARTS)
-    found = interleave(
-        {
-            "dp=2": ours(case, data, "dp=2", batch=batch, microbatch=case.batch),
-            "DDP": ddp_loop(case, data),
-            "dp=2 fast": ours(case, data, "dp=2,reduction=fast", batch=batch, microbatch=case.batch),
-        },
-        effort,
-    )
-    size = 2 * PARTS * part
-    parted = {
-        f"dp=2 in parts{end}": ours(case, data, f"dp=2{layout}", batch=size, microbatch=part)
-        for end, layout in (("", ""), (" fast", ",reduction=fast"))
+def exactness(names: Sequence[str], effort: Effort) -> Iterator[Row]:
+    """Compare the exact reduction with the backend's own order, in the same processes."""
+    for name in names:
+        case = CASES[name]
+        part = max(1, case.batch // PARTS)
+        contenders = []
+        for ending, batch, microbatch in (
+            ("", 2 * case.batch, case.batch),
+            (" in parts", 2 * PARTS * part, part),
+        ):
+            for kind, layout in (("exact", "dp=2"), ("fast", "dp=2,reduction=fast")):
+                contenders.append(
+                    meshwise(kind + ending, name, layout, ranks=2, batch=batch, microbatch=microbatch)
+                )
+        found = compete(contenders, effort)
+        for ending in ("", " in parts"):
+            yield Row.ratio("exactness", name, found, "exact" + ending, "fast" + ending, 1.02)
+
+
+def _replicas(name: str, ranks: int) -> list[Contender]:
+    """State meshwise and DDP at its best settings, the same samples a rank."""
+    batch = CASES[name].batch
+    mine = meshwise(f"meshwise dp={ranks}", name, f"dp={ranks}", ranks=ranks, batch=ranks * batch, microbatch=batch)
+    return [mine, _ddp(name, DDP, ranks=ranks)]
+
+
+def _ddp(name: str, title: str, *, ranks: int = 2, launch: str = "torchrun", **options: Any) -> Contender:
+    given = {"batch": ranks * CASES[name].batch, "ddp": BEST, **options}
+    return Contender(name=title, kind="ddp", case=name, ranks=ranks, launch=launch, options=given)
+
+
+def _relatives(name: str) -> list[Contender]:
+    """State DDP otherwise, and the same samples in a plain loop."""
+    batch = 2 * CASES[name].batch
+    loops = [
+        Contender(
+            name=f"plain loop, {threads} thread{'s' * (threads > 1)}",
+            kind="plain",
+            case=name,
+            ranks=1,
+            threads=threads,
+            options={"batch": batch},
+        )
+        for threads in (1, 2)
+    ]
+    return [
+        _ddp(name, "DDP, defaults", ddp={}),
+        _ddp(name, "DDP, best settings, fused SGD", optimizer={"fused": True}),
+        _ddp(name, "DDP, best settings, allocator as meshwise's ranks", launch="meshwise"),
+        *loops,
+    ]
+
+
+def _peers(name: str) -> list[Contender]:
+    options = {"batch": 2 * CASES[name].batch, "ddp": BEST}
+    kinds = {
+        "Accelerate": "accelerate",
+        "Lightning Fabric": "fabric",
+        "DeepSpeed ZeRO-1": "deepspeed",
+        "fully_shard": "fsdp",
+        "ZeroRedundancyOptimizer": "zero",
     }
-    return found | interleave(parted, effort)
-
-
-def _row(part: str, case: str, found: Seconds, ours: str, theirs: str, target: float) -> Row:
-    return Row(
-        part=part,
-        case=case,
-        meshwise=ours,
-        alternative=theirs,
-        seconds=found[ours],
-        alternative_seconds=found[theirs],
-        target=target,
-    )
+    return [Contender(name=title, kind=kind, case=name, options=options) for title, kind in kinds.items()]

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
-from .measure import Row
+from .measure import Result, Row
 
 OURS = """
 import time, torch
@@ -53,29 +55,40 @@ dist.destroy_process_group()
 """
 
 
-def startup(repeats: int) -> list[Row]:
-    """Start both scripts in turns and compare how long each takes to its first step."""
-    ours: list[float] = []
-    theirs: list[float] = []
+def startup(repeats: int) -> Iterator[Row]:
+    """Start both scripts in turns and compare how long each takes to its first step; and time ``meshwise --help``."""
     with tempfile.TemporaryDirectory() as folder:
         first, second = Path(folder) / "ours.py", Path(folder) / "theirs.py"
         first.write_text(OURS.replace("RUN", repr(str(Path(folder) / "run"))))
         second.write_text(THEIRS)
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+        commands = {"meshwise.train": [sys.executable, str(first)], "torchrun DDP": [*torchrun, str(second)]}
+        seconds: dict[str, list[float]] = {name: [] for name in commands}
         for _ in range(repeats):
-            ours.append(_first_step([sys.executable, str(first)]))
-            theirs.append(_first_step([*torchrun, str(second)]))
-    return [
-        Row(
-            part="start-up",
-            case="mlp",
-            meshwise="train",
-            alternative="torchrun DDP",
-            seconds=tuple(ours),
-            alternative_seconds=tuple(theirs),
-            target=1.00,
-        )
-    ]
+            for name, command in commands.items():
+                seconds[name].append(_first_step(command))
+    found = {name: Result(seconds=tuple(values)) for name, values in seconds.items()}
+    yield Row.ratio("start-up", "mlp, command to first step", found, "meshwise.train", "torchrun DDP", 1.00)
+    yield _help(repeats)
+
+
+def _help(repeats: int) -> Row:
+    script = Path(sys.executable).parent / "meshwise"
+    command = [str(script)] if script.exists() else [sys.executable, "-c", "import meshwise.cli as c; c.main()"]
+    seconds = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        subprocess.run([*command, "--help"], check=True, capture_output=True, timeout=60)
+        seconds.append(time.perf_counter() - start)
+    return Row(
+        part="start-up",
+        case="command",
+        name="meshwise --help",
+        value=statistics.median(seconds),
+        unit="s",
+        target=0.3,
+        seconds=tuple(seconds),
+    )
 
 
 def _first_step(command: list[str]) -> float:
