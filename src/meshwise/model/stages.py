@@ -28,6 +28,8 @@ class Staged:
     coupled: bool
     static: bool  # shapes and which parameters get gradients do not depend on data
     data_buffers: frozenset[str]  # buffers whose new value depends on the batch or on random numbers
+    keeps_buffers: bool  # no forward of this graph changes a buffer
+    draws: bool  # a forward of this graph draws (or may draw) random numbers
 
     def stage_of_unit(self, unit: int) -> int:
         """Give the stage that holds a unit."""
@@ -84,7 +86,13 @@ def build_stages(
         coupled=has_rows,
         static=is_static(graph),
         data_buffers=data_buffers(graph),
+        keeps_buffers=not (graph.blocked or graph.opaque) and all(map(_keeps_buffers, itertools.chain(*stages))),
+        draws=bool(graph.blocked) or any(node.random or node.opaque for node in graph.nodes),
     )
+
+
+def _keeps_buffers(segment: Segment) -> bool:
+    return not (segment.changes or segment.rebinds or segment.statistics or segment.opaque or segment.row)
 
 
 def _check_rows(graph: Graph, liveness: Liveness, has_rows: bool) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Hashable, Set
+from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from ..model.place import Placement
 from ..model.stages import Staged, build_stages
 from ..tree import children
 from .losses import call_forward, count_samples, loss_of
+from .settings import Settings
 
 
 def forward_names(model: nn.Module) -> list[str] | None:
@@ -59,24 +60,6 @@ def structure_of(data: Any, num_samples: int) -> Hashable:
     return (type(data), tuple((step[1], structure_of(child, num_samples)) for step, child in kids))
 
 
-PLAIN = frozenset((bool, int, float, str, type(None)))
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-
-
-def settings_of(model: nn.Module, opaque: Set[str]) -> Hashable:
-    """Describe what a capture fixes of a model's Python side: flags, rates, modes and hooks of its modules.
-
-    Left out are the modules that run as the user wrote them.
-    """
-    found: list[Hashable] = []
-    for path, module in model.named_modules():
-        if opaque and any(o in ("", path) or path.startswith(f"{o}.") for o in opaque):
-            continue
-        found.extend(value for value in vars(module).values() if type(value) in PLAIN)
-        found.extend(tuple(getattr(module, name)) for name in HOOKS)
-    return hash(tuple(found))
-
-
 class Book:
     """Capture on demand and remember. ``cuts`` are fixed by the first capture in training mode."""
 
@@ -92,10 +75,11 @@ class Book:
         self.fits: dict[Hashable, bool] = {}  # whether the general graph holds for a number of samples
         self.opaque: set[str] = set()
         self.settings: Hashable = None
+        self.watch = Settings(model, self.opaque)
 
     def refresh(self) -> None:
         """Look at the model's flags again: where the user changed one, other captures count from now on."""
-        self.settings = settings_of(self.model, self.opaque)
+        self.settings = self.watch.look()
 
     @staticmethod
     def inputs(data: Any) -> Inputs:
@@ -158,6 +142,7 @@ class Book:
         more = set(graph.opaque) | ({""} if graph.blocked else set())
         if more - self.opaque:
             self.opaque |= more
+            self.watch = Settings(self.model, self.opaque)
             self.refresh()
 
     def _graph(self, key: tuple[Hashable, ...], data: Any, num_samples: int) -> Graph:

@@ -22,6 +22,9 @@ Changed = dict[str, Tensor]
 
 def commit_buffers(engine: Engine) -> Steps:
     """Give buffers the value that the step's last microbatch left, the same on all replicas."""
+    compares = engine.compares_buffers and len(engine.dp_group) > 1
+    if not compares and all(staged.keeps_buffers for _, staged, _ in engine.captures.values()):
+        return
     states = [s for by_stage in engine.states.values() for s in by_stage.values() if id(s) in engine.begun]
     changed: Changed = {}
     for state in states:

@@ -59,6 +59,8 @@ class StageState:
         self.carried: dict[tuple[int, int, str], Tensor] = {}  # what (microbatch, segment) left in a buffer
         self.statistics: dict[tuple[int, int, int], tuple[Tensor, Tensor]] = {}
         self.modules = dict(model.named_modules())
+        held = [(site, *split_prefix(site[0])) for site in self.sites]
+        self.places = [(site, self.modules[path]._parameters, last) for site, path, last in held]
         self.constants = staged.graph.constants
 
     def attribute(self, ref: Attribute | Constant) -> Tensor:
@@ -74,10 +76,11 @@ class StageState:
         self.candidates, self.statistics, self.carried = {}, {}, {}
         self.tensors = tensors
         taken = {name for name, group in tensors if group >= 0}
-        for site in self.sites:
+        for site, parameters, last in self.places:
             if site in tensors:
                 continue
-            parameter = self._parameter(site[0])
+            parameter = parameters[last]
+            assert parameter is not None
             row = site[1] < 0  # what a coupled row's site collects is wanted even when it is frozen
             tensors[site] = _alias(parameter, always=row) if row or site[0] in taken else parameter
             taken |= set() if row else {site[0]}
@@ -104,12 +107,6 @@ class StageState:
         assert buffer is not None
         return buffer
 
-    def _parameter(self, name: str) -> nn.Parameter:
-        path, last = split_prefix(name)
-        parameter: nn.Parameter | None = self.modules[path]._parameters[last]
-        assert parameter is not None
-        return parameter
-
     # ---- forward -----------------------------------------------------------------------------------
 
     def forward(
@@ -127,7 +124,7 @@ class StageState:
         segment = self.segments[k]
         leaves = tuple(self.tensors[s] for s in segment.sites)
         buffers = tuple(self._buffer_for(b, key, b in segment.changes) for b in segment.buffers)
-        with self._private_buffers(segment):
+        with self._private_buffers(segment) if segment.opaque else contextlib.nullcontext():
             out, extra = segment.run(inputs, takes, leaves, buffers, rows, batch, seed, self.attribute)
         for name, buffer in zip(segment.buffers, buffers, strict=True):
             if name in segment.changes and (*key, name) not in self.carried:  # not when it runs again

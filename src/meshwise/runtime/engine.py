@@ -21,6 +21,7 @@ from ..job import Job
 from ..layout import Layout
 from ..model.codegen import Site
 from ..model.graph import REFS, Input, Value
+from ..model.inputs import Inputs
 from ..model.stages import Staged
 from ..parallel.transport import Transport
 from ..schedule.actions import Action, Op
@@ -59,6 +60,7 @@ class Engine:
         self.my_stages = tuple(s for s in range(layout.num_stages) if s % layout.pp == self.pp_index)
         self.device = book.device
         self.loss = loss_of(job)
+        self.loss_draws = getattr(type(job.loss), "__module__", "") != "torch.nn.modules.loss"
         self.step_index = 0
         self.compares_buffers = True  # in the first step: do replicas agree on what code leaves in buffers?
         self.unlike_buffers: set[str] = set()  # where they do not (code that looks at its rank, say)
@@ -94,15 +96,11 @@ class Engine:
         """Run one optimizer step. Every rank calls it with the same global batch."""
         self._begin(batch)
         yield from self.gradients.begin(self.staged)
-        for at, action in enumerate(self.program):
-            self.messages.post_ahead(at)
-            begun = time.perf_counter() if self.spans is not None else 0.0
-            if action.op not in BEFORE_SETTLING:
-                self.gradients.settle()
-            yield from self._run(action)
-            if self.spans is not None:
-                self.spans.append((action, begun, time.perf_counter()))
-        self.gradients.settle()
+        if self.in_pairs and self.spans is None:
+            for m in self.local:
+                yield from self._pair(m)
+        else:
+            yield from self._run_all()
         if not self.local:
             yield from self._idle_rows()
         result: StepResult = yield from finish_step(self)
@@ -111,14 +109,38 @@ class Engine:
         self._release()
         return result
 
+    def _run_all(self) -> Steps:
+        for at, action in enumerate(self.program):
+            if self.layout.pp > 1:
+                self.messages.post_ahead(at)
+            begun = time.perf_counter() if self.spans is not None else 0.0
+            if action.op not in BEFORE_SETTLING:
+                self.gradients.settle()
+            yield from self._run(action)
+            if self.spans is not None:
+                self.spans.append((action, begun, time.perf_counter()))
+        self.gradients.settle()
+
+    def _pair(self, m: int) -> Steps:
+        """Run a forward and the backward that follows it at once: the whole model on one microbatch."""
+        self.where = f"stage 0, microbatch {m}"
+        inputs, staged, state = self.state(0, m)
+        cell = self._forward_cell(inputs, state, 0, m, 0, ())
+        self._evaluate_loss(inputs, staged, cell, m)
+        if self.gradients.entered is not None:
+            yield from self.gradients.wait_for_replicas()
+        self.gradients.armed = self.gradients.arm(m)
+        state.backward(cell, ())
+        self.gradients.armed = False
+        self.gradients.collect(0, m, 0, [])
+
     def _begin(self, batch: StepBatch) -> None:
         self.where = ""
         self.check_parameters()
         self.book.refresh()
-        for _, _, parameter in self.table:
-            if parameter is not None:
-                parameter.grad = None
-        self.trainable = hash(tuple(p is not None and p.requires_grad for _, _, p in self.table))
+        for parameter in self.parameters.values():
+            parameter.grad = None
+        self.trainable = hash(tuple([p.requires_grad for p in self.parameters.values()]))
         self.batch = batch
         count = len(batch.sizes)
         if count not in self.shares:
@@ -137,7 +159,7 @@ class Engine:
         self.begun: set[Any] = set()
         self.stage_views: dict[tuple[int, int], Any] = {}
         self.whole_loss: Any = None
-        self.program = self._program()
+        self.program, self.in_pairs = self._program()
         self.messages.begin()
         self.losses.begin()
 
@@ -153,12 +175,13 @@ class Engine:
         self.whole_loss = None
         self.gradients.release()
 
-    def _program(self) -> tuple[Action, ...]:
+    def _program(self) -> tuple[tuple[Action, ...], bool]:
+        """Give this rank's program, and whether it is forward and backward of one whole model in turns."""
         segments = tuple(len(s) for s in self.staged.stages)
         coupled = self.weigher.kind == "batch" and len(self.batch.sizes) > 1
         key = (len(self.local), segments, coupled)
         if key not in self.book.programs:
-            self.book.programs[key] = build_program(
+            programs = build_program(
                 self.layout.schedule,
                 num_ranks=self.layout.pp,
                 num_microbatches=len(self.local),
@@ -167,8 +190,11 @@ class Engine:
                 couple_loss=coupled,
                 tail=False,
             )
-        program: tuple[Action, ...] = self.book.programs[key][self.pp_index]
-        return program
+            mine = programs[self.pp_index]
+            turns = [a for m in range(len(self.local)) for a in (Action(Op.FORWARD, 0, m), Action(Op.BACKWARD, 0, m))]
+            self.book.programs[key] = (mine, list(mine) == turns and not self.layout.recompute)
+        found: tuple[tuple[Action, ...], bool] = self.book.programs[key]
+        return found
 
     # ---- captures ------------------------------------------------------------------------------------
 
@@ -186,10 +212,10 @@ class Engine:
         return self.states[key]
 
     def state(self, stage: int, m: int) -> tuple[Any, Staged, StageState]:
-        """Give a microbatch's data, its cut graph and a stage's state, begun for this step."""
+        """Give a microbatch's inputs, its cut graph and a stage's state, begun for this step."""
         if (stage, m) in self.stage_views:
             return self.stage_views[stage, m]  # type: ignore[no-any-return]
-        data = self.batch.microbatch(m)
+        inputs = self.book.inputs(self.batch.microbatch(m))
         _, staged, states = self.capture(m)
         state = states[stage]
         if id(state) not in self.begun:
@@ -197,8 +223,8 @@ class Engine:
                 raise mixed_step(self.step_index)
             state.begin(self.tensors)
             self.begun.add(id(state))
-        self.stage_views[stage, m] = (data, staged, state)
-        return data, staged, state
+        self.stage_views[stage, m] = (inputs, staged, state)
+        return inputs, staged, state
 
     # ---- actions -------------------------------------------------------------------------------------
 
@@ -273,12 +299,12 @@ class Engine:
         return seed_unit
 
     def _forward(self, stage: int, m: int, k: int) -> None:
-        data, staged, state = self.state(stage, m)
+        inputs, staged, state = self.state(stage, m)
         takes = self._takes(stage, m, k)
-        cell = self._forward_cell(data, state, stage, m, k, takes)
+        cell = self._forward_cell(inputs, state, stage, m, k, takes)
         last = k == len(staged.stages[stage]) - 1
         if last and stage == self.layout.num_stages - 1:
-            self._evaluate_loss(data, staged, cell, m)
+            self._evaluate_loss(inputs, staged, cell, m)
         elif last and (stage + 1) % self.layout.pp != self.pp_index:
             self.outgoing[stage, m] = cell.gives
         if self.layout.recompute and not last:
@@ -299,29 +325,30 @@ class Engine:
         previous = self.cells[stage - 1, m, len(self.staged.stages[stage - 1]) - 1]
         return hand_over(previous.gives)
 
-    def _forward_cell(self, data: Any, state: StageState, stage: int, m: int, k: int, takes: Values) -> Cell:
+    def _forward_cell(self, inputs: Inputs, state: StageState, stage: int, m: int, k: int, takes: Values) -> Cell:
         row = self.rows.get((stage, k - 1)) if k > 0 else None
         rows = None if row is None else row.as_buffers(state.segments[k].row.dtype)  # type: ignore[union-attr]
         with self.book.autocast():
             return state.forward(
                 k,
-                self.book.inputs(data),
+                inputs,
                 takes,
                 batch=self.batch.sizes[m],
-                seed=self.seeder(m),
+                seed=self.seeder(m) if state.staged.draws else None,
                 rows=rows,
                 key=(m, k),
             )
 
-    def _evaluate_loss(self, data: Any, staged: Staged, cell: Cell, m: int) -> None:
-        output = rebuild_output(staged, cell.gives, cell.whole, self.book.inputs(data))
+    def _evaluate_loss(self, inputs: Inputs, staged: Staged, cell: Cell, m: int) -> None:
+        output = rebuild_output(staged, cell.gives, cell.whole, inputs)
         if self.weigher.kind == "batch" and len(self.batch.sizes) > 1:
             cell.whole = output
             return
-        self.seeder(m)(1 << 20)
+        if self.loss_draws:
+            self.seeder(m)(1 << 20)
         weight = self.losses.weights[m]
         with self.book.autocast():
-            loss = self.loss(output, data)
+            loss = self.loss(output, inputs.data)
         self.losses.values[m] = loss.detach()
         if weight == 0.0:
             loss = sum(t.sum() * 0.0 for t in leaves(output) if isinstance(t, Tensor) and t.requires_grad)  # type: ignore[assignment]
@@ -337,10 +364,10 @@ class Engine:
 
     def _again(self, stage: int, m: int, k: int, cell: Cell) -> Cell:
         """Run a cell's forward again where activations were not kept."""
-        data, staged, state = self.state(stage, m)
-        again = self._forward_cell(data, state, stage, m, k, cell.takes)
+        inputs, staged, state = self.state(stage, m)
+        again = self._forward_cell(inputs, state, stage, m, k, cell.takes)
         if stage == self.layout.num_stages - 1 and k == len(staged.stages[stage]) - 1:
-            self._evaluate_loss(data, staged, again, m)
+            self._evaluate_loss(inputs, staged, again, m)
         return again
 
     def _backward(self, stage: int, m: int, k: int) -> None:

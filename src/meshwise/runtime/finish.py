@@ -31,7 +31,7 @@ def finish_step(engine: Engine) -> Generator[None, None, StepResult]:
     if isinstance(engine.gradients.reducer, SharedReducer):
         engine.gradients.reducer.launch_rest()
     engine.losses.post()
-    if not shared:
+    if not shared and not engine.gradients.in_place:
         yield from _sum_buckets(engine)
     losses, measures = yield from engine.losses.gather()
     fine = engine.losses.check(losses)
@@ -135,7 +135,7 @@ def _set_grads(engine: Engine, factor: float) -> Steps:
     for name, grad in by_name.items():
         engine.parameters[name].grad = grad
     if factor != 1.0:
-        grads = [grad for grad in by_name.values() if grad is not None]
+        grads = [p.grad for p in engine.parameters.values() if p.grad is not None]
         torch._foreach_mul_([g for g in grads if not g.is_sparse], factor)
         for grad in grads:
             if grad.is_sparse:

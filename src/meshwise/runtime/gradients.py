@@ -55,6 +55,8 @@ class Gradients:
         self.next_launch = 0
         low, high = engine.share.replicas[engine.dp_index]
         self.num_slots = high - low
+        # then autograd itself leaves the whole gradient in each parameter's .grad
+        self.in_place = self.single and len(engine.dp_group) == 1 and len(engine.share.slots) == 1
         if engine.commons.active:
             self.entered = engine.transport.all_gather(self._mark(), engine.dp_group)
         else:
@@ -101,6 +103,9 @@ class Gradients:
             return
         self.remove_overlap()
         self.sites, self.bucket_of = sites, {}
+        names = [site[0] for _, site in sites]
+        whole = engine.layout.num_stages == 1 and len(staged.stages[0]) == 1
+        self.single = whole and len(set(names)) == len(names) and all(site[1] >= 0 for _, site in sites)
         self.likes = [engine.parameters[site[0]] for _, site in sites]
         self.mark = float(zlib.crc32(repr(sites).encode()))  # tells replicas whether they mean the same sites
         index = {key: k for k, key in enumerate(sites)}
@@ -170,6 +175,8 @@ class Gradients:
 
     def collect(self, stage: int, m: int, k: int, leaf_grads: list[Tensor | None]) -> None:
         """Take the gradients a cell's backward left; in a pipeline they wait for :meth:`settle`."""
+        if self.in_place and not leaf_grads:
+            return
         if self.engine.layout.pp > 1:
             self.unsettled = (stage, m, k, leaf_grads)
         else:

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -96,10 +97,14 @@ def target_of(batch: Any) -> Any:
 def count_items(batch: Any, ignore_index: int, shift: int) -> int:
     """Count the targets that are not ``ignore_index``, the first ``shift`` positions left out."""
     total = 0
-    for leaf in leaves(target_of(batch)):
+    target = target_of(batch)
+    for leaf in (target,) if type(target) is Tensor else leaves(target):
         if isinstance(leaf, Tensor) and not leaf.is_floating_point():
             part = leaf[:, shift:] if shift and leaf.ndim > 1 else leaf
-            total += int(torch.count_nonzero(part != ignore_index))
+            if part.device.type == "cpu":  # a third of the time
+                total += int(numpy.count_nonzero(part.numpy() != ignore_index))
+            else:
+                total += int(torch.count_nonzero(part != ignore_index))
     return total
 
 

@@ -215,7 +215,7 @@ class Worker:
         yield from batches
 
     def _batch(self, epoch: int, ids: Sequence[int]) -> StepBatch:
-        ids = tuple(int(i) for i in ids)
+        ids = tuple(map(int, ids))
         batch = StepBatch(
             sizes=microbatch_sizes(len(ids), self.job.microbatch), load=lambda m: None, ids=ids, epoch=epoch
         )
