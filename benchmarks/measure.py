@@ -58,7 +58,7 @@ class Row:
     def ratio(
         cls, part: str, case: str, found: dict[str, Result], name: str, against: str, target: float | None = None
     ) -> Row:
-        """Compare the medians of two contenders."""
+        """Compare the medians of two contenders; there is no target where the other one cannot run."""
         mine, other = found[name], found[against]
         value = mine.median / other.median if mine.median and other.median else None
         return cls(
@@ -67,7 +67,7 @@ class Row:
             name=name,
             against=against,
             value=value,
-            target=target,
+            target=None if other.note and not mine.note else target,
             seconds=mine.seconds,
             against_seconds=other.seconds,
             note=mine.note or (f"{against}: {other.note}" if other.note else ""),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,12 @@ from typing import Any
 from .measure import Row
 
 MINE, OTHER, LINE = "#1f6f8b", "#b9c2c9", "#c0392b"
-BAR_INCHES, LONGEST = 0.26, 3.0  # a longer bar is cut, with its number beside it
+LONGEST = 3.0  # a longer bar is cut, with its number beside it
+TITLE, GAP = 1.1, 0.7  # rows that a title and the space after a case take
+ROW_INCHES, COLUMN_INCHES, HEAD_INCHES = 0.25, 9.5, 0.7
+EXPLAINED = "Seconds a step, as a ratio to what the title names (dotted line); shorter is faster. Red: the target."
+
+Key = tuple[str, str]
 
 
 def draw(rows: Sequence[Row], path: Path) -> str:
@@ -26,63 +32,72 @@ def draw(rows: Sequence[Row], path: Path) -> str:
     return f"picture: {path}"
 
 
-def _groups(rows: Sequence[Row]) -> dict[tuple[str, str], list[Row]]:
-    groups: dict[tuple[str, str], list[Row]] = {}
+def _groups(rows: Sequence[Row]) -> dict[Key, list[Row]]:
+    groups: dict[Key, list[Row]] = {}
     for row in rows:
         if row.unit == "x" and row.value is not None:
             groups.setdefault((row.part, row.case), []).append(row)
     return groups
 
 
-def _figure(groups: dict[tuple[str, str], list[Row]]) -> Any:
-    """Put the groups one below the other in two columns of about equal height."""
+def _height(rows: Sequence[Row]) -> float:
+    return len(rows) + TITLE + GAP
+
+
+def _figure(groups: dict[Key, list[Row]]) -> Any:
+    """Put the groups one below the other, many of them in two columns of about equal height."""
     from matplotlib import pyplot
 
     columns = _columns(groups)
-    heights = [sum(len(groups[key]) + 1.6 for key in column) for column in columns]
-    figure = pyplot.figure(figsize=(8.5 * len(columns), BAR_INCHES * max(heights)))
-    outer = figure.add_gridspec(1, len(columns), wspace=0.75)
-    for at, column in enumerate(columns):
-        sizes = [len(groups[key]) + 1.6 for key in column]
-        rest = max(heights) - sum(sizes)
-        inner = outer[at].subgridspec(len(column) + 1, 1, height_ratios=[*sizes, max(rest, 0.01)], hspace=0.0)
-        for row, key in enumerate(column):
-            _bars(figure.add_subplot(inner[row]), " ".join(key), groups[key])
+    tallest = max(sum(_height(groups[key]) for key in column) for column in columns)
+    size = (COLUMN_INCHES * len(columns), ROW_INCHES * tallest + HEAD_INCHES)
+    figure, axes = pyplot.subplots(1, len(columns), figsize=size, squeeze=False)
+    figure.subplots_adjust(wspace=0.85, top=1 - HEAD_INCHES / size[1], bottom=0.0)
+    figure.suptitle(EXPLAINED, fontsize=9, y=1 - HEAD_INCHES / size[1] / 3)
+    for axis, column in zip(axes[0], columns, strict=True):
+        _column(axis, {key: groups[key] for key in column}, tallest)
     return figure
 
 
-def _columns(groups: dict[tuple[str, str], list[Row]]) -> list[list[tuple[str, str]]]:
-    total = sum(len(rows) + 1.6 for rows in groups.values())
-    columns: list[list[tuple[str, str]]] = [[]]
-    height = 0.0
-    for key, rows in groups.items():
-        if columns[-1] and len(columns) == 1 and len(groups) > 3 and height + len(rows) / 2 > total / 2:
-            columns.append([])
-        columns[-1].append(key)
-        height += len(rows) + 1.6
-    return columns
+def _columns(groups: dict[Key, list[Row]]) -> list[list[Key]]:
+    """Share the groups between columns: the second begins in the middle."""
+    keys = list(groups)
+    if len(keys) < 4:
+        return [keys]
+    ends = list(itertools.accumulate(_height(groups[key]) for key in keys))
+    first = min(range(1, len(keys)), key=lambda count: abs(ends[count - 1] - ends[-1] / 2))
+    return [keys[:first], keys[first:]]
 
 
-def _bars(axes: Any, title: str, rows: Sequence[Row]) -> None:
-    """Draw one case: what meshwise does in colour, its alternatives in grey, 1 as a dotted line, the target red."""
-    for at, row in enumerate(rows):
-        assert row.value is not None
-        mine = row.target is not None or row.name.startswith("meshwise")
-        axes.barh(at, min(row.value, LONGEST), height=0.72, color=MINE if mine else OTHER)
-        axes.text(min(row.value, LONGEST) + 0.03, at, f"{row.value:.2f}", va="center", fontsize=8)
-        if row.target is not None:
-            axes.plot([row.target] * 2, [at - 0.45, at + 0.45], color=LINE, linewidth=2)
-    axes.axvline(1.0, color="black", linewidth=0.8, linestyle=":")
-    axes.set_yticks(range(len(rows)), [_label(row, rows) for row in rows], fontsize=8)
-    axes.set_ylim(len(rows) + 0.1, -0.6)
-    axes.set_xlim(0, LONGEST + 0.3)
-    axes.set_title(title, loc="left", fontsize=9, fontweight="bold", pad=3)
-    axes.tick_params(axis="both", length=0)
-    axes.set_xticks([])
-    for side in ("top", "right", "bottom"):
-        axes.spines[side].set_visible(False)
+def _column(axis: Any, groups: dict[Key, list[Row]], tallest: float) -> None:
+    ticks: dict[float, str] = {}
+    at = 0.0
+    for (part, case), rows in groups.items():
+        others = list(dict.fromkeys(row.against for row in rows))
+        title = f"{part}: {case}, over {others[0]}" if len(others) == 1 else f"{part}: {case}"
+        axis.text(0, at + 0.35, title, fontsize=9, fontweight="bold", va="center")
+        for number, row in enumerate(rows):
+            place = at + TITLE + number
+            ticks[place] = row.name if len(others) == 1 else f"{row.name} / {row.against}"
+            _bar(axis, place, row)
+        axis.plot([1.0] * 2, [at + TITLE - 0.5, at + TITLE + len(rows) - 0.5], "k:", linewidth=0.8, zorder=0)
+        at += _height(rows)
+    axis.set_yticks(list(ticks), list(ticks.values()), fontsize=8)
+    axis.set_ylim(tallest, -0.2)
+    axis.set_xlim(0, LONGEST + 0.3)
+    axis.set_xticks([])
+    axis.tick_params(length=0)
+    axis.spines[:].set_visible(False)
 
 
-def _label(row: Row, rows: Sequence[Row]) -> str:
-    """Name the contender, and what it is compared with where that changes from row to row."""
-    return row.name if len({r.against for r in rows}) == 1 else f"{row.name} / {row.against}"
+def _bar(axis: Any, place: float, row: Row) -> None:
+    """Draw what meshwise does in colour and others in grey, with the number, and the target as a red line."""
+    assert row.value is not None
+    mine = row.target is not None or row.name.startswith("meshwise")
+    shown = min(row.value, LONGEST)
+    axis.barh(place, shown, height=0.72, color=MINE if mine else OTHER, zorder=1)
+    box = {"facecolor": "white", "edgecolor": "none", "pad": 0.6}
+    number = f"{row.value:.2f}" + " (cut)" * (row.value > LONGEST)
+    axis.text(shown + 0.04, place, number, va="center", fontsize=8, bbox=box, zorder=4)
+    if row.target is not None:
+        axis.plot([row.target] * 2, [place - 0.42, place + 0.42], color=LINE, linewidth=2, zorder=3)
