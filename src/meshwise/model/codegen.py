@@ -1,7 +1,8 @@
 """Turn a range of a graph's nodes into one Python function without interpreter overhead.
 
-A segment function has the form ``segment(inputs, values, leaves, buffers, rows, batch, seed)`` and gives
-``(values out, rebound buffers)``. ``seed(unit, host)`` seeds torch's generators and, with ``host``, Python's
+A segment function has the form ``segment(inputs, values, leaves, buffers, rows, batch, seed, attribute, places)`` and
+gives ``(values out, rebound buffers)``. ``places`` holds where a large leaf's gradient belongs, if it does so in the
+backward. ``seed(unit, host)`` seeds torch's generators and, with ``host``, Python's
 and numpy's. ``leaves`` are the parameters, one *site* for each unit that uses one: a parameter used by
 several units has several sites, so that what each unit contributes to its gradient is added up in one order
 under every layout.
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.nn import functional as F
 
 from .graph import (
     Affine,
@@ -30,8 +32,10 @@ from .graph import (
     Value,
     find_refs,
 )
+from .linear import linear
 from .units import Liveness, Unit, find_refs_in_output, node_params
 
+DERIVES = (torch.autograd.grad, torch.autograd.backward)
 Site = tuple[str, int]  # parameter name, node group (unit, part of a unit, or a row) that uses it
 PART_BITS = 32  # a part of a unit has the number of its first node above these bits
 
@@ -98,6 +102,7 @@ class Writer:
         self.statistics_mode = statistics
         self.statistics: list[BatchNormRow] = []
         self.row_sites: tuple[Site, Site] | None = None
+        self.derives = any(n.target in DERIVES for n in graph.nodes)  # then backwards are differentiated
         self.takes = crossing(graph, liveness, piece.start)
         self.gives = (
             crossing(graph, liveness, piece.stop) if piece.stop < len(graph.nodes) else self._outputs()
@@ -190,6 +195,9 @@ class Writer:
             call = self._batch_norm_call(i, node, unit)
         elif node.opaque == "<model>":
             call = f"{self.bind('f', node.target)}(inputs.data)"
+        elif self._is_lone_linear(node, unit):
+            x, weight, bias = (self.expression(a, unit) for a in (*node.args, None)[:3])
+            call = f"{self.bind('f', linear)}({x}, {weight}, {bias}, places, {weight[1:]})"
         else:
             args = [self.expression(a, unit) for a in node.args]
             args += [f"{k}={self.expression(v, unit)}" for k, v in node.kwargs.items()]
@@ -197,6 +205,17 @@ class Writer:
         for name in node_params(self.graph, node) if node.opaque else ():
             self.site(name, unit)
         self.lines.extend(self._in_contexts(node, self._assign(node, call)))
+
+    def _is_lone_linear(self, node: Node, unit: int) -> bool:
+        """Tell whether a node is a linear layer whose weight nothing else in its unit uses."""
+        if node.target is not F.linear or not 2 <= len(node.args) <= 3 or node.kwargs or not node.grad:
+            return False
+        x, weight = node.args[:2]
+        if not isinstance(weight, Param) or not isinstance(x, (Value, Input)) or node.autocast or self.derives:
+            return False
+        nodes = (self.graph.nodes[i] for i in range(self.piece.start, self.piece.stop))
+        uses = [n for n in nodes if weight in n.refs() or weight.name in node_params(self.graph, n)]
+        return len(uses) == 1 and sum(ref == weight for ref in node.refs()) == 1
 
     def _in_contexts(self, node: Node, lines: list[str]) -> list[str]:
         contexts = [] if node.grad else ["no_grad()"]
@@ -254,7 +273,7 @@ class Writer:
 
     def _wrap(self) -> str:
         changed = self._changed_values()
-        head = ["def segment(inputs, values, leaves, buffers, rows, batch, seed, attribute):"]
+        head = ["def segment(inputs, values, leaves, buffers, rows, batch, seed, attribute, places=None):"]
         head += self._private_inputs()
         if self.takes:
             head.append(f"    ({''.join(f'v{v}, ' for v in self.takes)}) = values")

@@ -103,6 +103,7 @@ class SharedReducer:
         self.own = {node[0]: node for node in self.covers[self.me]}  # by first slot
         self.stack = TreeStack(self.total, *self.ranges[self.me])
         self.views: dict[tuple[int, Range], Grads] = {}
+        self.aims: dict[tuple[int, int, int], Grads] = {}  # the same by segment of a stage, kept by whoever asks
 
     def begin(
         self, total: int, ranges: Sequence[Range], *, presence_known: bool, likes: Sequence[Tensor]
@@ -113,6 +114,10 @@ class SharedReducer:
         self.present = [False] * len(likes)
         for bucket in self.buckets:
             bucket.nodes, bucket.launched = {}, False
+
+    def begins(self, slot: int) -> bool:
+        """Tell whether a slot is the first of one of this rank's own nodes."""
+        return slot in self.own
 
     def place(self, index: int, slot: int) -> Grads | None:
         """Give where the gradients of a bucket's sites belong, if ``slot`` is the first of one of the own nodes.

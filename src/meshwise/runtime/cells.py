@@ -60,8 +60,9 @@ class StageState:
         self.statistics: dict[tuple[int, int, int], tuple[Tensor, Tensor]] = {}
         self.modules = dict(model.named_modules())
         held = [(site, *split_prefix(site[0])) for site in self.sites]
-        self.places = [(site, self.modules[path]._parameters, last) for site, path, last in held]
+        self.holders = [(site, self.modules[path]._parameters, last) for site, path, last in held]
         self.constants = staged.graph.constants
+        self.places: list[list[Tensor | None] | None] = [None] * len(self.segments)  # see Gradients.aim
 
     def attribute(self, ref: Attribute | Constant) -> Tensor:
         """Give a tensor that the model holds outside parameters and buffers."""
@@ -76,7 +77,7 @@ class StageState:
         self.candidates, self.statistics, self.carried = {}, {}, {}
         self.tensors = tensors
         taken = {name for name, group in tensors if group >= 0}
-        for site, parameters, last in self.places:
+        for site, parameters, last in self.holders:
             if site in tensors:
                 continue
             parameter = parameters[last]
@@ -125,7 +126,7 @@ class StageState:
         leaves = tuple(self.tensors[s] for s in segment.sites)
         buffers = tuple(self._buffer_for(b, key, b in segment.changes) for b in segment.buffers)
         with self._private_buffers(segment) if segment.opaque else contextlib.nullcontext():
-            out, extra = segment.run(inputs, takes, leaves, buffers, rows, batch, seed, self.attribute)
+            out, extra = segment.run(inputs, takes, leaves, buffers, rows, batch, seed, self.attribute, self.places[k])
         for name, buffer in zip(segment.buffers, buffers, strict=True):
             if name in segment.changes and (*key, name) not in self.carried:  # not when it runs again
                 self.candidates[name] = self.carried[(*key, name)] = buffer

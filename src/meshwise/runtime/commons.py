@@ -134,6 +134,7 @@ class Commons:
         engine = self.engine
         assert engine.optimizer is not None
         states = yield from self.gather_states()
+        engine.gradients.forget_places()
         self.active, self.reducer = False, None
         self.tried = self.trainable == engine.trainable  # others may train from now on: then the next step tries again
         self.reason = "the shared memory does not hold what this step needs"

@@ -130,6 +130,7 @@ class Engine:
         if self.gradients.entered is not None:
             yield from self.gradients.wait_for_replicas()
         self.gradients.armed = self.gradients.arm(m)
+        self.gradients.aim(0, m, 0)
         state.backward(cell, ())
         self.gradients.armed = False
         self.gradients.collect(0, m, 0, [])
@@ -242,6 +243,7 @@ class Engine:
                 self._backward_input(stage, m)
             case Op.BACKWARD_WEIGHT:
                 cell = self.cells.pop((stage, m, 0))
+                self.gradients.aim(stage, m, 0)
                 self.gradients.collect(stage, m, 0, self.state(stage, m)[2].backward_weight(cell))
             case Op.SEND_ACTIVATION:
                 self.messages.send(action, self.outgoing.pop((stage, m)))
@@ -376,6 +378,7 @@ class Engine:
         if self.layout.recompute:
             cell = self._again(stage, m, k, cell)
         self.gradients.armed = self.gradients.arm(m)
+        self.gradients.aim(stage, m, k)
         taken, leaf_grads = self.state(stage, m)[2].backward(cell, grads)
         self.gradients.armed = False
         self._pass_down(stage, m, k, taken)
@@ -386,6 +389,7 @@ class Engine:
         grads = self._gives_grads(stage, m, 0, cell)
         if self.layout.recompute:
             cell = self.cells[stage, m, 0] = self._again(stage, m, 0, cell)
+        self.gradients.aim(stage, m, 0)
         taken = self.state(stage, m)[2].backward_input(cell, grads)
         self._pass_down(stage, m, 0, taken)
 

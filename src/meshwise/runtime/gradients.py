@@ -151,6 +151,38 @@ class Gradients:
         self.waiting = list(self.expected)
         return True
 
+    def aim(self, stage: int, m: int, k: int) -> None:
+        """Before a backward, say where its large gradients belong: in the shared row, if they begin a partial sum."""
+        if not isinstance(self.reducer, SharedReducer):
+            return
+        state = self.engine.state(stage, m)[2]
+        places = state.places[k]
+        if places is None:
+            places = state.places[k] = [None] * len(state.segments[k].sites)
+        slot = self.engine.share.slot_begin(m)
+        if slot is None or not self.reducer.begins(slot):
+            places[:] = [None] * len(places)
+            return
+        key = (id(state), k, slot)
+        if key not in self.reducer.aims:
+            self.reducer.aims[key] = self._places(stage, k, slot, state.segments[k].sites)
+        places[:] = self.reducer.aims[key]
+
+    def _places(self, stage: int, k: int, slot: int, sites: Sequence[Site]) -> list[Tensor | None]:
+        assert isinstance(self.reducer, SharedReducer)
+        found: dict[Site, Tensor | None] = {}
+        for b in self.bucket_of[stage, k]:
+            row = self.reducer.place(b, slot)
+            assert row is not None
+            found |= {self.sites[s][1]: view for s, view in zip(self.reducer.buckets[b].sites, row, strict=True)}
+        return [found.get(site) for site in sites]
+
+    def forget_places(self) -> None:
+        """Let gradients be where autograd makes them again."""
+        for states in self.engine.states.values():
+            for state in states.values():
+                state.places = [None] * len(state.segments)
+
     def _register_overlap(self) -> None:
         self.remove_overlap()
         self.overlap_for = self.engine.trainable

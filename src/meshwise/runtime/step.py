@@ -72,6 +72,14 @@ class Share:
         """Give the slot that ends with microbatch ``m``, or None."""
         return self._ends.get(m)
 
+    def slot_begin(self, m: int) -> int | None:
+        """Give the slot that begins with microbatch ``m``, or None."""
+        return self._begins.get(m)
+
+    @functools.cached_property
+    def _begins(self) -> dict[int, int]:
+        return {start: slot for slot, (start, _) in enumerate(self.slots)}
+
     @functools.cached_property
     def _ends(self) -> dict[int, int]:
         return {stop - 1: slot for slot, (_, stop) in enumerate(self.slots)}
