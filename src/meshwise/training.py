@@ -8,21 +8,19 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-import torch.distributed as dist
-
-from .checkpoint.store import latest, load_checkpoint
 from .epochs import Reporter, Span, run_training
-from .errors import CheckpointError, JobError
+from .errors import CheckpointError, JobError, LayoutError
 from .events import EpochEnded, Event, Recorder
 from .job import Job
-from .launch.environment import detect
-from .launch.local import run_ranks
+from .launch.forkserver import warm_ahead
 from .layout import Layout
-from .report.progress import Progress
-from .session import Session, choose_layout
+
+if TYPE_CHECKING:  # the rest is imported while ranks' own imports are on their way, see warm_for
+    import torch
+
+    from .session import Session
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +46,8 @@ class TrainResult:
 
     def weights(self) -> dict[str, torch.Tensor]:
         """Load the trained weights and buffers, under the model's own names."""
+        from .checkpoint.store import latest, load_checkpoint
+
         found = latest(self.folder / "checkpoints")
         if found is None:
             raise CheckpointError(
@@ -92,6 +92,11 @@ def train(
     number of threads of a CPU device. ``listeners`` get the events of rank 0. Raises LayoutError, JobError or
     CaptureError before the first step; RankError with the first failing rank's own error after it.
     """
+    warm_for(layout, devices)
+    from .launch.environment import detect
+    from .report.progress import Progress
+    from .session import choose_layout
+
     environment = detect()
     joined = environment.world_size > 1
     chosen = choose_layout(job, layout, environment.world_size if joined else devices)
@@ -123,7 +128,22 @@ def train(
     )
 
 
+def warm_for(layout: str | Layout, devices: int | None) -> None:
+    """Let what ranks are forked from start before anything slow is done here, if there will be ranks."""
+    if isinstance(layout, Layout) or layout.strip() != "auto":
+        try:
+            devices = Layout.parse(layout, devices=devices).num_devices
+        except LayoutError:  # told once the job is known
+            return
+    warm_ahead(devices)
+
+
 def _run(plan: _Plan, joined: bool, hear: Callable[[Event], None]) -> dict[str, Any]:
+    import torch.distributed as dist
+
+    from .launch.local import run_ranks
+    from .session import Session
+
     if joined:
         with Session(plan.job, plan.layout, threads=plan.threads) as session:
             plan = replace(plan, folder=session.agree(plan.folder))
@@ -143,6 +163,8 @@ def _run(plan: _Plan, joined: bool, hear: Callable[[Event], None]) -> dict[str, 
 
 
 def _rank_main(plan: _Plan, context: Any) -> dict[str, Any] | None:
+    from .session import Session
+
     with Session(plan.job, plan.layout, device=context.device) as session:
         emit = context.emit if session.rank == 0 else _ignore
         found = train_rank(session, plan, emit)

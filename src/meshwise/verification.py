@@ -12,6 +12,7 @@ from .compare.fingerprint import KINDS, StepPrints, stages_of, take_prints
 from .compare.plain import NoDropout, compare_plain
 from .errors import MeshwiseError, VerifyError
 from .job import Job
+from .launch.forkserver import warm
 from .launch.local import run_ranks
 from .layout import Layout
 from .session import Session, choose_layout
@@ -101,6 +102,7 @@ def verify(
     rank; ``plain`` also compares one device with a plain loop on the whole batch in float64, dropout left out.
     The job's own model is not changed. Call it from one process (not under torchrun).
     """
+    warm()
     chosen = choose_layout(job, layout, devices)
     if steps < 1:
         raise VerifyError(f"steps={steps}; compare at least 1 step.")

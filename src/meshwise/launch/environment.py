@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
 
 from meshwise.errors import LaunchError
+from meshwise.launch.forkserver import num_cores
 
 Kind = Literal["torchrun", "slurm", "single"]
 
@@ -124,13 +125,6 @@ def num_devices(device_type: str | None = None) -> int:
     if (device_type or accelerator_type()) == "cpu":
         return num_cores()
     return torch.accelerator.device_count()
-
-
-def num_cores() -> int:
-    """Count the cores that this process may use, which may be fewer than the host has."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def device_for(local_rank: int, device_type: str | None = None) -> torch.device:

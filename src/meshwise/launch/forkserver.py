@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import multiprocessing
 import os
 import signal
@@ -13,15 +12,17 @@ from collections.abc import Iterator
 from multiprocessing import forkserver, get_context
 from multiprocessing.context import BaseContext
 
+# All that a rank needs up to its first step. A name that does not exist would be passed over without a word.
 PRELOAD = (
     "torch",
-    "torch._dynamo",
-    "torch.distributed",
-    "torch.utils.data",
-    "cloudpickle",
+    "numpy.random",
     "meshwise.launch.rank",
-    "meshwise.runtime.train",
+    "meshwise.session",
+    "meshwise.training",
+    "meshwise.verification",
 )
+RANK_VARIABLE = "MESHWISE_RANK"  # set in a rank and in what it starts: ranks must not start ranks
+STARTED_BY = (RANK_VARIABLE, "WORLD_SIZE", "SLURM_STEP_NUM_TASKS")  # what says that a process has company already
 _NUMPY_THREADS = "OPENBLAS_NUM_THREADS"
 _starting = threading.RLock()
 
@@ -54,15 +55,25 @@ def warm() -> None:
     if start_context().get_start_method() != "forkserver":
         return
     with main_hidden(), _interrupts_blocked(), _single_threaded_libraries():
-        forkserver.set_forkserver_preload([name for name in PRELOAD if _exists(name)])
+        forkserver.set_forkserver_preload(list(PRELOAD))
         forkserver.ensure_running()
 
 
-def _exists(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # one of its packages does not exist
-        return False
+def warm_ahead(num_devices: int | None) -> None:
+    """Start the forkserver for a job on that many devices (None: all of this machine), if it will start ranks.
+
+    A job on one device starts none, nor does one in a rank or under torchrun or Slurm. Imports no torch.
+    """
+    here = num_cores() if num_devices is None else num_devices
+    if here > 1 and not any(name in os.environ for name in STARTED_BY):
+        warm()
+
+
+def num_cores() -> int:
+    """Count the cores that this process may use, which may be fewer than the host has."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 @contextlib.contextmanager

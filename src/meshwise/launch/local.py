@@ -72,10 +72,10 @@ def run_ranks(
     """
     if num_ranks < 1 or threads < 1:
         raise LaunchError(f"a job needs at least one rank and one thread, not {num_ranks} and {threads}")
-    if rank.RANK_VARIABLE in os.environ:
+    if forkserver.RANK_VARIABLE in os.environ:
         raise LaunchError(
-            f"rank {os.environ[rank.RANK_VARIABLE]} was asked to start ranks of its own. A module that the job comes "
-            'from trains when it is imported: put that call under if __name__ == "__main__".'
+            f"rank {os.environ[forkserver.RANK_VARIABLE]} was asked to start ranks of its own. A module that the job "
+            'comes from trains when it is imported: put that call under if __name__ == "__main__".'
         )
     device_type = device or accelerator_type()
     check_enough(num_ranks, device_type)

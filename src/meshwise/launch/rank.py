@@ -23,6 +23,8 @@ from meshwise.errors import LaunchError
 from meshwise.launch import settings, ship
 from meshwise.launch.environment import Environment, device_for, init_process_group
 from meshwise.launch.failures import describe
+from meshwise.launch.forkserver import RANK_VARIABLE
+from meshwise.launch.light import leave_compiler_out
 from meshwise.launch.memory import keep_freed_memory
 from meshwise.launch.rendezvous import Rendezvous, connect
 
@@ -55,8 +57,6 @@ class RankContext:
         """Return this rank's number on its host, from 0."""
         return self.environment.local_rank
 
-RANK_VARIABLE = "MESHWISE_RANK"  # set in a rank and in what it starts: ranks must not start ranks
-
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
@@ -86,7 +86,9 @@ def main(start: Start) -> None:
         _resemble_parent(start)
         keep_freed_memory()
         context = _join(start, reporter)
-        result = ship.dumps(_load(start)(context), what="the result")
+        function = _load(start)
+        leave_compiler_out()
+        result = ship.dumps(function(context), what="the result")
     except BaseException as error:  # noqa: BLE001 - also SystemExit: the parent must hear of it
         reporter.failed(error)
         _flush()

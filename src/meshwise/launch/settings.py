@@ -21,10 +21,14 @@ def current() -> dict[str, Any]:
 
 
 def apply(values: dict[str, Any]) -> None:
-    """Set what another process read by ``current``."""
-    torch.set_default_dtype(values["dtype"])
-    torch.set_float32_matmul_precision(values["matmul"])
-    torch.use_deterministic_algorithms(values["deterministic"], warn_only=values["warn_only"])
+    """Set what another process read by ``current``, where it differs: even asking torch for what is so can be slow."""
+    before = current()
+    if values["dtype"] != before["dtype"]:
+        torch.set_default_dtype(values["dtype"])
+    if values["matmul"] != before["matmul"]:
+        torch.set_float32_matmul_precision(values["matmul"])
+    if any(values[name] != before[name] for name in ("deterministic", "warn_only")):  # imports torch's compiler
+        torch.use_deterministic_algorithms(values["deterministic"], warn_only=values["warn_only"])
     torch.backends.mkldnn.enabled = values["mkldnn"]
     torch.backends.cudnn.deterministic = values["cudnn_deterministic"]
     torch.backends.cudnn.benchmark = values["cudnn_benchmark"]
