@@ -21,7 +21,8 @@ from ..parallel.rows import RowLayout, view_like
 from .pieces import Pieces
 
 SHAPES = ((40, 30), (1500,), (3, 5, 7))  # of the stand-ins: more than one page, odd ends
-TAILS = tuple((n,) for n in range(1, 34))  # what is left over by a loop of any vector's width
+LANES = 64  # elements: whole vectors of every processor
+WHOLE_SHAPES = ((64,), (30, 64), (3, 5, 128))
 RATES = (1.0, 1.0, 0.37, 1.9, 0.0123, 7.3, 0.61, 1.0, 0.83, 2.7)  # of a step's learning rate to the first: a kernel
 # that rounds its factors in another way agrees at one rate and in early steps, but not at ten
 KERNELS = ("fused", "foreach")
@@ -38,8 +39,43 @@ def allows_pieces(optimizer: torch.optim.Optimizer, kernel: str = "") -> bool:
 
 
 def same_bits(optimizer: torch.optim.Optimizer, kernel: str) -> bool:
-    """Tell whether a kernel gives the bits of the optimizer's own loop, on parameters of any size."""
-    return _is_plain(optimizer) and _agrees(optimizer, lambda o, p: _run_whole(o, p, kernel), SHAPES + TAILS)
+    """Tell whether a kernel gives the bits of the optimizer's own loop, on parameters of whole :data:`LANES`."""
+    return _is_plain(optimizer) and _agrees(optimizer, lambda o, p: _run_whole(o, p, kernel), WHOLE_SHAPES)
+
+
+class FusedUpdate:
+    """Run an optimizer's fused kernel on the parameters for which it gives the same bits, the loop on the others.
+
+    The fused kernel reads and writes memory once where the loop does so for every operation; but what is left over
+    by its vectors it rounds in another way.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+        self.fused = "fused" in kernels_for(optimizer) and same_bits(optimizer, "fused")
+
+    def step(self) -> None:
+        """Update all parameters that have a gradient."""
+        groups = self.optimizer.param_groups
+        whole = [group["params"] for group in groups]
+        fits = [[p for p in params if p.numel() % LANES == 0 and p.is_contiguous()] for params in whole]
+        if not self.fused or not any(fits):
+            self.optimizer.step()
+            return
+        rest = [[p for p in params if p.numel() % LANES or not p.is_contiguous()] for params in whole]
+        try:
+            self._step(fits, "fused")
+            if any(p.grad is not None for params in rest for p in params):
+                self._step(rest, "")
+        finally:
+            for group, params in zip(groups, whole, strict=True):
+                group["params"] = params
+
+    def _step(self, parts: list[list[Any]], kernel: str) -> None:
+        for group, part in zip(self.optimizer.param_groups, parts, strict=True):
+            group["params"] = part
+        with kernel_chosen(self.optimizer, kernel):
+            self.optimizer.step()
 
 
 def kernels_for(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:

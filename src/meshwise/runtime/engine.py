@@ -69,6 +69,7 @@ class Engine:
         self.states: dict[Any, dict[int, StageState]] = {}
         self.shares: dict[int, Share] = {}  # by number of microbatches
         self.optimizer: torch.optim.Optimizer | None = None
+        self.fused: Any = None  # how this rank steps the optimizer on parameters of its own
         self.scheduler: Any = None
         self.hooks: Any = {}
         self.parameters = dict(model.named_parameters())

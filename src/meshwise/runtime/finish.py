@@ -229,8 +229,7 @@ def _tell_norms(engine: Engine, norms: dict[str, float]) -> Steps:
 
 
 def _update(engine: Engine) -> None:
-    assert engine.optimizer is not None
-    engine.optimizer.step()
+    engine.fused.step()
     if engine.scheduler is not None:
         engine.scheduler.step()
 

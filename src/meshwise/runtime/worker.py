@@ -19,6 +19,7 @@ from ..layout import Layout
 from ..parallel.transport import Transport
 from ..tree import map_leaves
 from .book import Book
+from .elementwise import FusedUpdate
 from .engine import Engine
 from .finish import holders
 from .losses import count_samples
@@ -91,6 +92,7 @@ class Worker:
     def _finish_engine(self) -> None:
         self.engine.hooks = take_hooks(self.model.parameters())
         self.engine.optimizer = build_optimizer(self.job, self.model)
+        self.engine.fused = FusedUpdate(self.engine.optimizer)
         if self.job.scheduler is not None:
             self.engine.scheduler = self.job.scheduler(self.engine.optimizer)
         self._release_others()
