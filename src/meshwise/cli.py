@@ -68,9 +68,12 @@ def train(
     changes: SetOption = None,
 ) -> None:
     """Train the job in FILE."""
-    job = load_job(file, changes or [])
     from .training import train as train_job
+    from .training import warm_for
 
+    find_file(file)
+    warm_for(layout, devices)  # while the job, and torch with it, is loaded here
+    job = load_job(file, changes or [])
     result = train_job(
         job, devices=devices, layout=layout, epochs=epochs, steps=steps, run=run, resume=resume, threads=threads
     )
@@ -89,6 +92,10 @@ def verify(
     changes: SetOption = None,
 ) -> None:
     """Compare the job under a layout with one device, bit for bit. Exits 1 when they differ."""
+    from .launch.forkserver import warm
+
+    find_file(file)
+    warm()  # it compares in ranks of its own, however many
     job = load_job(file, changes or [])
     from .verification import verify as verify_job
 
@@ -120,8 +127,8 @@ def load_job(text: str, changes: list[str]) -> Job:
 
     Raises JobError when the file, the name or a field is not there.
     """
-    path, _, name = text.partition(":") if not Path(text).exists() else (text, "", "")
-    module = _load_module(Path(path))
+    path, name = find_file(text)
+    module = _load_module(path)
     found = getattr(module, name or "job", None)
     if found is None:
         own = {n: v for n, v in vars(module).items() if getattr(v, "__module__", None) == module.__name__}
@@ -135,7 +142,7 @@ def load_job(text: str, changes: list[str]) -> Job:
         raise JobError(f"{text}: {name or 'job'} is a {what}, not a meshwise.Job or a function that returns one.")
     fields = dict(parse_change(change) for change in changes)
     if job.name == "job":
-        fields.setdefault("name", Path(path).stem)
+        fields.setdefault("name", path.stem)
     return job.with_fields(**fields) if fields else job
 
 
@@ -150,9 +157,16 @@ def parse_change(text: str) -> tuple[str, Any]:
         return key.strip(), value
 
 
-def _load_module(path: Path) -> Any:
+def find_file(text: str) -> tuple[Path, str]:
+    """Read ``FILE[:NAME]`` without loading anything. Raises JobError when there is no such file."""
+    file, _, name = text.partition(":") if not Path(text).exists() else (text, "", "")
+    path = Path(file)
     if not path.is_file():
         raise JobError(f"there is no file {str(path)!r}.")
+    return path, name
+
+
+def _load_module(path: Path) -> Any:
     sys.path.insert(0, str(path.resolve().parent))
     name = path.stem if path.stem not in sys.modules else f"job_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path.resolve())
