@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Callable
 from functools import partial
 from multiprocessing.connection import Client, Connection
+from pathlib import Path
 from typing import Any
 
 from .contender import Contender, Runner
@@ -81,8 +82,15 @@ def _listen(line: Connection, calls: dict[str, Callable[..., Any]]) -> None:
             line.send(("error", f"not installed ({error.name})"))
         except Exception as error:  # noqa: BLE001 - whatever a peer raises is its row in the table
             traceback.print_exc()
-            text = " ".join(str(error).split()) or "no message"
-            line.send(("error", f"does not run: {type(error).__name__}: {text[:160]}"))
+            line.send(("error", _reason(error)))
+
+
+def _reason(error: Exception) -> str:
+    """Say in one line what was raised and where."""
+    text = " ".join(str(error).split()) or "no message"
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
+    return f"does not run: {type(error).__name__}: {text[:160]}{place}"
 
 
 if __name__ == "__main__":

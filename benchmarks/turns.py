@@ -89,8 +89,9 @@ class Arena:
         """Run the first steps of each contender, and give how many steps make a block of it."""
         steps = {}
         for name in self.contenders:
-            self.run(name, effort.warm_steps)
-            seconds = self.run(name, 2)
+            seconds = self.run(name, effort.warm_steps)
+            if seconds is not None and seconds < effort.seconds:  # else a block is one step, whatever it takes
+                seconds = self.run(name, 2)
             if seconds is not None:
                 steps[name] = max(1, round(effort.seconds / seconds))
         return steps
