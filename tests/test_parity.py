@@ -14,6 +14,7 @@ from torch.utils.data import Subset
 import meshwise as mw
 from meshwise.checkpoint.store import export_weights, latest
 from meshwise.parallel.reduce import Reducer
+from meshwise.parallel.shared_reduce import SharedReducer
 from scenarios import Run, assert_same_bits, same, train_in_memory
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -98,10 +99,20 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", JOBS)
 def test_exported_weights_are_byte_identical(
-    name: str, layout: str, reference: dict[str, bytes], tmp_path: Path
+    name: str, layout: str, reference: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Three steps in real ranks give, under every layout, the bytes that one device gives."""
+    """Three steps in real ranks that share memory give, under every layout, the bytes that one device gives."""
+    monkeypatch.setenv("MESHWISE_TRANSPORT", "shared")
     assert exported(small_job(name), layout, tmp_path) == reference[name]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_exported_weights_are_byte_identical_through_sockets(
+    layout: str, reference: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same through the process group: how ranks reach one another changes no bit."""
+    monkeypatch.setenv("MESHWISE_TRANSPORT", "gloo")
+    assert exported(small_job("digits_mlp"), layout, tmp_path) == reference["digits_mlp"]
 
 
 def same_bits(a: Run, b: Run) -> bool:
@@ -120,7 +131,7 @@ def test_parity_fails_without_the_exchange(monkeypatch: pytest.MonkeyPatch) -> N
     """With the exchange of gradients taken out, two replicas no longer agree with one device."""
     job = small_job("digits_mlp")
     right = train_in_memory(job, "dp=1")
-    assert same_bits(train_in_memory(job, "dp=2"), right)
+    assert same_bits(train_in_memory(job, "dp=2", shares=False), right)
 
     def only_mine(self: Reducer, index: int, bucket: Any) -> Any:
         yield
@@ -128,10 +139,23 @@ def test_parity_fails_without_the_exchange(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(Reducer, "_exchange", only_mine)
     with pytest.raises(AssertionError, match="ranks report different results"):
-        train_in_memory(job, "dp=2")
+        train_in_memory(job, "dp=2", shares=False)
     job = job.with_fields(clip_grad_norm=None)  # nothing but the gradients differs now
     with pytest.raises(AssertionError, match="ranks hold different values"):
-        train_in_memory(job, "dp=2", steps=1)
+        train_in_memory(job, "dp=2", steps=1, shares=False)
+
+
+def test_parity_fails_without_the_addition_in_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the other replica's rows left out of the sums, two replicas no longer agree with one device."""
+    job = small_job("digits_mlp")
+    right = train_in_memory(job, "dp=1")
+    assert same_bits(train_in_memory(job, "dp=2"), right)
+
+    def only_first(self: SharedReducer, start: int, stop: int, dtype: torch.dtype) -> Any:
+        return next(iter(self.rows.values()))[start:stop].view(dtype)
+
+    monkeypatch.setattr(SharedReducer, "fold", only_first)
+    assert not same_bits(train_in_memory(job, "dp=2"), right)
 
 
 def test_parity_fails_with_another_order_of_additions(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,8 +20,9 @@ from .job import Job
 from .launch.environment import detect, device_for, num_devices
 from .launch.rank import join_environment
 from .layout import Layout
+from .parallel.connect import connect
 from .parallel.packet import wait_for
-from .parallel.transport import Mailroom, MemoryTransport, ProcessGroupTransport, Transport
+from .parallel.transport import Mailroom, MemoryTransport, Transport
 from .runtime.evaluate import evaluate
 from .runtime.look import look
 from .runtime.state import WholeState, gather_state, restore_state
@@ -57,7 +58,7 @@ def make_transport(layout: Layout, rank: int, device: torch.device) -> Transport
         return MemoryTransport(0, Mailroom())
     mesh = layout.mesh
     groups = [mesh.dp_group(i) for i in range(mesh.pp)] + [mesh.pp_group(i) for i in range(mesh.dp)]
-    return ProcessGroupTransport(rank, groups, device)
+    return connect(rank, groups, device)
 
 
 class Session:

@@ -49,7 +49,7 @@ class Segment:
 
     @classmethod
     def create(cls, num_bytes: int) -> Segment:
-        """Make a segment of zeros, its memory reserved at once.
+        """Make a segment of zeros; the kernel gives it memory as it is written.
 
         Raises SharedMemoryError where the platform has none or there is not that much memory.
         """
@@ -60,7 +60,6 @@ class Segment:
         try:
             descriptor = os.memfd_create("meshwise", os.MFD_CLOEXEC)
             os.ftruncate(descriptor, _mapped(num_bytes))
-            os.posix_fallocate(descriptor, 0, _mapped(num_bytes))
             token = secrets.token_bytes(TOKEN_BYTES)
             os.pwrite(descriptor, token, _mapped(num_bytes) - TOKEN_BYTES)
             return cls(descriptor, num_bytes, token)

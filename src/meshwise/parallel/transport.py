@@ -88,6 +88,7 @@ class ProcessGroupTransport:
 
     def __init__(self, rank: int, groups: Sequence[Group], device: torch.device) -> None:
         self.rank = rank
+        self.note = ""  # why it is this one
         self.device = device
         world = tuple(range(dist.get_world_size()))
         self.groups: dict[tuple[Group, str], Any] = {}
@@ -198,9 +199,10 @@ def _from_work(work: Any, value: Callable[[], Any], *keep: Any) -> Pending:
 
 
 class Mailroom:
-    """Hold what ranks in one process have sent each other."""
+    """Hold what ranks in one process have sent each other; ``shares``: they can share memory too."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, shares: bool = True) -> None:
+        self.shares = shares
         self.letters: dict[tuple[int, int, int], list[Tensor]] = defaultdict(list)
         self.rounds: dict[tuple[Group, str, int], dict[int, Any]] = defaultdict(dict)
 
@@ -275,6 +277,8 @@ class MemoryTransport:
 
     def share(self, num_bytes: int, group: Group) -> Pending:
         """Map one segment for all members, each its own map of it."""
+        if not self.room.shares:
+            return done(None)
         first = Segment.create(num_bytes) if self.rank == group[0] else None
 
         def finish(table: dict[int, Any]) -> Segment:

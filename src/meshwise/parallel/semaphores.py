@@ -1,0 +1,134 @@
+"""Semaphores in shared memory: how ranks of one host tell one another that something is there.
+
+POSIX semaphores between processes order memory (what was written before a post is seen after its wait), on every
+processor. A wait spins for a moment, since the other rank is mostly just about to post, and then blocks.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import select
+import time
+from collections.abc import Callable
+from typing import Any
+
+SIZE = 64  # bytes for a semaphore: a cache line of its own (a sem_t has 16 to 32)
+SPINS = 400  # tries before blocking where every rank has a core, some 100 microseconds
+SLICE_SECONDS = 0.05  # of blocking, between looks at whether the other rank lives
+DEADLINE_SECONDS = 1800.0  # as torch.distributed's
+
+_quick: Any = ctypes.PyDLL(None)  # keeps the interpreter's lock: a call takes a fifth of a microsecond
+_blocking: Any = ctypes.CDLL(None, use_errno=True)  # lets it go
+
+
+class PeerLostError(ConnectionError):
+    """Say that another rank ended while this one waited for it; its own error is the cause."""
+
+
+class _Time(ctypes.Structure):
+    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
+
+
+def available() -> bool:
+    """Tell whether the C library has what is needed (Linux has)."""
+    return all(hasattr(_quick, name) for name in ("sem_init", "sem_post", "sem_trywait", "sem_timedwait"))
+
+
+def create(address: int, value: int = 0) -> None:
+    """Make a semaphore at an address in shared memory. One process calls it, before any other uses it."""
+    if _blocking.sem_init(ctypes.c_void_p(address), 1, value):
+        raise OSError(ctypes.get_errno(), "sem_init")
+
+
+def post(address: int) -> None:
+    """Add one; never waits."""
+    _quick.sem_post(ctypes.c_void_p(address))
+
+
+def take(address: int) -> bool:
+    """Take one if there is one."""
+    return not _quick.sem_trywait(ctypes.c_void_p(address))
+
+
+class Waiter:
+    """Wait for what other ranks post; ``meanwhile`` runs when a wait is long.
+
+    ``spins``: tries before blocking; few where ranks share cores.
+    """
+
+    def __init__(self, rank: int, peers: dict[int, int], *, spins: int, deadline: float = DEADLINE_SECONDS) -> None:
+        self.rank, self.spins, self.deadline = rank, spins, deadline
+        self.peers = {peer: _Process(pid) for peer, pid in peers.items()}
+        self.meanwhile: Callable[[], None] = lambda: None
+        self.trywait = _quick.sem_trywait
+        self.trywait.argtypes = [ctypes.c_void_p]
+
+    def wait(self, address: int, peer: int) -> None:
+        """Take one, waiting for ``peer`` to post it.
+
+        Raises PeerLostError when that rank is gone, TimeoutError when it does not post for too long.
+        """
+        trywait = self.trywait
+        for _ in range(self.spins):
+            if not trywait(address):
+                return
+        self._block(address, peer)
+
+    def _block(self, address: int, peer: int) -> None:
+        begun = time.monotonic()
+        while True:
+            self.meanwhile()
+            if _take_within(address, SLICE_SECONDS):
+                return
+            if not self.peers[peer].lives():
+                if take(address):  # its last words
+                    return
+                raise PeerLostError(f"connection closed by peer: rank {peer} ended, and rank {self.rank} waits for it")
+            if time.monotonic() - begun > self.deadline:
+                raise TimeoutError(
+                    f"rank {self.rank} has waited {self.deadline:g} seconds for rank {peer}, which is alive: does it "
+                    "do other steps than this one, or does it wait for something else?"
+                )
+
+
+def _take_within(address: int, seconds: float) -> bool:
+    until = time.time() + seconds  # the wait's own clock is the wall's
+    moment = _Time(int(until), int(until % 1 * 1e9))
+    if not _blocking.sem_timedwait(ctypes.c_void_p(address), ctypes.byref(moment)):
+        return True
+    if ctypes.get_errno() not in (errno.ETIMEDOUT, errno.EINTR):
+        raise OSError(ctypes.get_errno(), "sem_timedwait")
+    return False
+
+
+class _Process:
+    """Watch whether a process lives, by a handle that no later process of the same number can be taken for."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.handle: int | None = None
+        try:
+            self.handle = os.pidfd_open(pid)
+        except (AttributeError, OSError):  # an old kernel, or gone already
+            self.handle = None
+
+    def lives(self) -> bool:
+        if self.handle is not None:
+            return not select.select([self.handle], [], [], 0)[0]
+        try:
+            os.kill(self.pid, 0)
+        except OSError:
+            return False
+        return True
+
+    def __del__(self) -> None:
+        if self.handle is not None:
+            os.close(self.handle)
+
+
+def spins_for(ranks_here: int, threads: int) -> int:
+    """Choose how long to spin: hardly at all where the ranks of this host share its cores."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return SPINS if ranks_here * threads <= cores else 10

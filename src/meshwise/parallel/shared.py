@@ -1,0 +1,260 @@
+"""The transport between CPU ranks of one host: messages through shared memory.
+
+::
+
+    ring of each pair of ranks      | slot | slot | slot | ...      tag and length; small contents stand here,
+    arena of each rank              | block | block |               large ones in a block that the receiver then keeps
+
+A send copies once; the tensor that is received is the sender's block.
+"""
+
+from __future__ import annotations
+
+import pickle
+import struct
+import zlib
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import semaphores
+from .arena import Arena, Borrowed
+from .segment import Address, Segment, SharedMemoryError
+from .semaphores import SIZE, Waiter
+from .transport import Group, Pending, done
+
+SLOTS = 32
+HEAD = struct.Struct("=5q")  # of a slot: tag, length, segment (or -1), place in it, bytes of a new segment's address
+CONTENTS = 64  # bytes from a slot's begin to what it holds
+INLINE = 4096 - CONTENTS
+SLOT = CONTENTS + INLINE
+FILLED, FREE, MET = 0, SIZE, 2 * SIZE  # semaphores of a pair of ranks, before its ring
+RING = 4 * SIZE
+PAIR = RING + SLOTS * SLOT
+COLLECTIVE = 1 << 40  # tags of collectives lie above those of a program
+
+
+class SharedTransport:
+    """Reach the other ranks of this host. Every rank makes it, with the control segment of all.
+
+    ``processes[r]`` is the process number of rank r; ``spins`` as in :class:`Waiter`.
+    """
+
+    def __init__(self, rank: int, control: Segment, processes: Sequence[int], *, spins: int) -> None:
+        self.rank, self.control, self.count = rank, control, len(processes)
+        self.note = ""  # why memory could not be shared
+        self.base = control.bytes.data_ptr()
+        others = {r: pid for r, pid in enumerate(processes) if r != rank}
+        self.waiter = Waiter(rank, others, spins=spins)
+        self.waiter.meanwhile = self._push_on
+        self.arena, self.borrowed = Arena(), Borrowed()
+        self.known: set[tuple[int, int]] = set()  # (rank, own segment): it has mapped it
+        self.sent, self.got = [0] * self.count, [0] * self.count
+        self.outbox: list[deque[tuple[Tensor, int]]] = [deque() for _ in range(self.count)]
+        self.arrived: list[defaultdict[int, deque[Tensor]]] = [defaultdict(deque) for _ in range(self.count)]
+        self.rounds: defaultdict[Group, int] = defaultdict(int)
+
+    @staticmethod
+    def make_control(count: int) -> Segment:
+        """Make the control segment of ``count`` ranks. One of them calls it, and tells the others its address."""
+        control = Segment.create(count * count * PAIR)
+        base = control.bytes.data_ptr()
+        for pair in range(count * count):
+            for place, value in ((FILLED, 0), (FREE, SLOTS), (MET, 0)):
+                semaphores.create(base + pair * PAIR + place, value)
+        return control
+
+    def _pair(self, source: int, to: int) -> int:
+        return (source * self.count + to) * PAIR
+
+    # ---- sending -----------------------------------------------------------------------------------------
+
+    def send(self, tensor: Tensor, to: int, tag: int) -> None:
+        """Send a contiguous tensor; never waits: where the ring is full it stays in the outbox."""
+        flat = tensor.detach().reshape(-1).view(torch.uint8)
+        if not self.outbox[to] and semaphores.take(self.base + self._pair(self.rank, to) + FREE):
+            self._put(flat, to, tag)
+        else:
+            self.outbox[to].append((flat, tag))
+            self._push_on()
+
+    def _push_on(self) -> None:
+        """Send what is in the outbox, as far as there is room."""
+        for to, waiting in enumerate(self.outbox):
+            while waiting and semaphores.take(self.base + self._pair(self.rank, to) + FREE):
+                flat, tag = waiting.popleft()
+                self._put(flat, to, tag)
+
+    def _put(self, flat: Tensor, to: int, tag: int) -> None:
+        """Fill the next slot, which is free."""
+        pair = self._pair(self.rank, to)
+        slot = pair + RING + self.sent[to] % SLOTS * SLOT
+        self.sent[to] += 1
+        start, length = slot + CONTENTS, flat.numel()
+        if length <= INLINE:
+            if length:
+                self.control.bytes[start : start + length].copy_(flat)
+            HEAD.pack_into(self.control.map, slot, tag, length, -1, 0, 0)
+        else:
+            block = self.arena.take(length)
+            block.memory[:length].copy_(flat)
+            address = self._address(to, block.segment)
+            self.control.map[start : start + len(address)] = address
+            HEAD.pack_into(self.control.map, slot, tag, length, block.segment, block.at, len(address))
+        semaphores.post(self.base + pair + FILLED)
+
+    def _address(self, to: int, segment: int) -> bytes:
+        """Give a segment's address where a rank does not know it yet."""
+        if (to, segment) in self.known:
+            return b""
+        self.known.add((to, segment))
+        return pickle.dumps(self.arena.segments[segment].address)
+
+    def flush(self) -> None:
+        """Wait until everything is on its way."""
+        for to, waiting in enumerate(self.outbox):
+            while waiting:
+                self.waiter.wait(self.base + self._pair(self.rank, to) + FREE, to)
+                flat, tag = waiting.popleft()
+                self._put(flat, to, tag)
+
+    # ---- receiving ---------------------------------------------------------------------------------------
+
+    def receive(self, num_bytes: int, source: int, tag: int) -> Pending:
+        """Give the next tensor that ``source`` sends under ``tag``."""
+        return _later(lambda: self._take(source, tag))
+
+    def _take(self, source: int, tag: int) -> Tensor:
+        arrived = self.arrived[source]
+        while not arrived[tag]:
+            found, flat = self._next(source)
+            arrived[found].append(flat)
+        first = arrived[tag].popleft()
+        if not arrived[tag]:
+            del arrived[tag]
+        return first
+
+    def _next(self, source: int) -> tuple[int, Tensor]:
+        """Empty the next slot of a ring, waiting for it to be filled."""
+        pair = self._pair(source, self.rank)
+        self.waiter.wait(self.base + pair + FILLED, source)
+        slot = pair + RING + self.got[source] % SLOTS * SLOT
+        self.got[source] += 1
+        tag, length, segment, at, size = HEAD.unpack_from(self.control.map, slot)
+        start = slot + CONTENTS
+        if segment < 0:
+            flat = self.control.bytes[start : start + length].clone()
+        else:
+            if size:
+                address: Address = pickle.loads(self.control.map[start : start + size])
+                self.borrowed.add(source, segment, address)
+            flat = self.borrowed.tensor(source, segment, at, length)
+        semaphores.post(self.base + pair + FREE)
+        return tag, flat
+
+    # ---- collectives -------------------------------------------------------------------------------------
+
+    def _tag(self, group: Group) -> int:
+        """Number the collectives of a group, all members alike."""
+        self.rounds[group] += 1
+        name = zlib.crc32(repr(group).encode()) & 0xFFFF
+        return COLLECTIVE + (name << 20) + (self.rounds[group] & 0xFFFFF)
+
+    def _exchange(self, parts: Sequence[Tensor], group: Group) -> Callable[[], list[Tensor]]:
+        """Send the j-th tensor to member j; give what collects theirs as flat bytes, the own part untouched."""
+        tag = self._tag(group)
+        for member, part in zip(group, parts, strict=True):
+            if member != self.rank:
+                self.send(part, member, tag)
+        mine = parts[group.index(self.rank)]
+        return lambda: [mine if m == self.rank else self._take(m, tag) for m in group]
+
+    def all_gather(self, tensor: Tensor, group: Group) -> Pending:
+        """List every member's tensor."""
+        mine = tensor.contiguous().clone()
+        collect = self._exchange([mine] * len(group), group)
+        return _later(lambda: [t.view(mine.dtype).view(mine.shape) for t in collect()])
+
+    def all_gather_object(self, value: Any, group: Group) -> Pending:
+        """List every member's value."""
+        data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        collect = self._exchange([data] * len(group), group)
+        return _later(lambda: [pickle.loads(bytes(t.numpy())) for t in collect()])
+
+    def all_to_all(self, sent: Tensor, lengths: list[int], got: Tensor, sizes: list[int], group: Group) -> Pending:
+        """Exchange parts; those of others are views of the memory they came in."""
+        parts = list(torch.split(sent, lengths))
+        me = group.index(self.rank)
+        parts[me] = torch.split(got, sizes)[me].copy_(parts[me])
+        collect = self._exchange(parts, group)
+        return _later(lambda: [t.view(got.dtype) for t in collect()])
+
+    def all_gather_row(self, mine: Tensor, total: Tensor, group: Group) -> Pending:
+        """Fill ``total`` with the members' rows."""
+        collect = self._exchange([mine] * len(group), group)
+
+        def wait() -> Tensor:
+            for place, row in zip(total.chunk(len(group)), collect(), strict=True):
+                place.copy_(row.view(mine.dtype).view(place.shape))
+            return total
+
+        return _later(wait)
+
+    def all_reduce(self, flat: Tensor, group: Group) -> Pending:
+        """Add up in rank order: each member a part, which it tells to all."""
+        parts = list(torch.tensor_split(flat, len(group)))
+        collect = self._exchange(parts, group)
+
+        def wait() -> Tensor:
+            mine = parts[group.index(self.rank)]
+            first, *rest = (t.view(flat.dtype) for t in collect())
+            total = first.clone() if first.data_ptr() == mine.data_ptr() else first
+            for part in rest:
+                total += part
+            mine.copy_(total)
+            for place, row in zip(parts, self._exchange([mine] * len(group), group)(), strict=True):
+                if place is not mine:
+                    place.copy_(row.view(flat.dtype))
+            return flat
+
+        return _later(wait)
+
+    def meet(self, group: Group) -> Pending:
+        """Say that this rank is here, and wait for every member."""
+        others = [m for m in group if m != self.rank]
+        for member in others:
+            semaphores.post(self.base + self._pair(self.rank, member) + MET)
+
+        def wait() -> None:
+            for member in others:
+                self.waiter.wait(self.base + self._pair(member, self.rank) + MET, member)
+
+        return _later(wait)
+
+    def share(self, num_bytes: int, group: Group) -> Pending:
+        """Map one segment in all members; None on all where one of them cannot, and ``note`` says why."""
+        segment: Segment | None = None
+        first = group[0]
+        try:
+            segment = Segment.create(num_bytes) if self.rank == first else None
+            told: Any = None if segment is None else segment.address
+        except SharedMemoryError as error:
+            told = str(error)
+        (address, *_) = self.all_gather_object(told, group).wait()
+        problem = address if isinstance(address, str) else ""
+        if not problem and segment is None:
+            try:
+                segment = Segment.attach(address)
+            except SharedMemoryError as error:
+                problem = str(error)
+        problems = [p for p in self.all_gather_object(problem, group).wait() if p]
+        self.note = problems[0] if problems else ""
+        return done(None if problems else segment)
+
+
+def _later(wait: Callable[[], Any]) -> Pending:
+    return Pending(lambda: True, wait)
+
