@@ -37,19 +37,24 @@ def _contender(side: str, what: str, size: int) -> Contender:
 
 def _row(contender: Contender, result: Result) -> Row:
     """Give microseconds one way for what is small, else GB/s: the bytes of one rank's tensor over the seconds."""
+    rounds = 1 if contender.options["what"] == "sum" else 2  # a message's step is two of them
     size, mine = contender.options["bytes"], contender.options["side"] == "meshwise"
-    is_sum = contender.options["what"] == "sum"
-    one_way = None if result.median is None else result.median / (1 if is_sum else 2)
     small = size < MIB
-    target = 20.0 if small else 5.0 if is_sum else 8.0
+    target = 20.0 if small else 5.0 if rounds == 1 else 8.0
+
+    def value(seconds: float) -> float:
+        return seconds / rounds * 1e6 if small else size / (seconds / rounds) / 1e9
+
+    unit = "us" if small else "GB/s"
+    best = f"best block {value(min(result.seconds)):.3g} {unit}" if result.seconds else ""
     return Row(
         part="transport",
         case=contender.case,
         name=contender.options["side"],
-        value=None if one_way is None else one_way * 1e6 if small else size / one_way / 1e9,
-        unit="us" if small else "GB/s",
+        value=None if result.median is None else value(result.median),
+        unit=unit,
         target=target if mine else None,
         at_least=not small,
         seconds=result.seconds,
-        note=result.note,
+        note=result.note or best,
     )
