@@ -43,8 +43,8 @@ class Segment:
     """
 
     def __init__(self, descriptor: int, num_bytes: int, token: bytes) -> None:
-        self.descriptor, self.num_bytes, self.token = descriptor, num_bytes, token
         self.map = mmap.mmap(descriptor, _mapped(num_bytes))
+        self.descriptor, self.num_bytes, self.token = descriptor, num_bytes, token  # this one's to close from now on
         self.bytes = torch.frombuffer(self.map, dtype=torch.uint8)[:num_bytes]
 
     @classmethod
@@ -101,7 +101,7 @@ class Segment:
         return self.bytes[offset : offset + count * dtype.itemsize].view(dtype).view(shape)
 
     def __del__(self) -> None:
-        if not sys.is_finalizing():
+        if not sys.is_finalizing() and hasattr(self, "descriptor"):
             os.close(self.descriptor)
 
 
