@@ -19,7 +19,7 @@ from meshwise.runtime.worker import Worker, build_model, drive_together
 
 CPU = torch.device("cpu")
 TOLERANCE = 1e-10
-REPLICAS = ("dp=1", "dp=2", "dp=3", "dp=2,recompute=true")
+REPLICAS = ("dp=1", "dp=2", "dp=3", "dp=4", "dp=2,recompute=true")
 PIPELINES = (
     "pp=2,schedule=gpipe",
     "pp=2",
@@ -28,7 +28,7 @@ PIPELINES = (
     "dp=2,pp=2",
     "dp=3,pp=2,schedule=gpipe",
 )
-MESSAGES_TOO = ("dp=3", "dp=2,pp=2")  # layouts that are also tried with replicas that share no memory
+ON_HOSTS = {"dp=3": (1,), "dp=2,pp=2": (1,), "dp=4": (2,)}  # layouts that are also tried on hosts of so many ranks
 MIXES = REPLICAS + PIPELINES
 Between = Callable[[list[nn.Module], int], None]  # (the models of all ranks, steps done)
 
@@ -157,9 +157,9 @@ def _clip(job: Job, model: nn.Module) -> float | None:
 # ---- meshwise in memory ------------------------------------------------------------------------------
 
 
-def make_workers(job: Job, layout: str, *, shares: bool = True) -> list[Worker]:
+def make_workers(job: Job, layout: str, *, per_host: int | None = None) -> list[Worker]:
     """Make the ranks of a layout in this process; ``job.model`` is a function, so that each has its own."""
-    chosen, room = Layout.parse(layout), Mailroom(shares=shares)
+    chosen, room = Layout.parse(layout), Mailroom(per_host=per_host)
     return [Worker(job, chosen, MemoryTransport(r, room), CPU) for r in range(chosen.num_devices)]
 
 
@@ -170,14 +170,14 @@ def train_in_memory(
     *,
     batches: Sequence[Any] | None = None,
     between: Between | None = None,
-    shares: bool = True,
+    per_host: int | None = None,
 ) -> Run:
     """Train ``job`` under ``layout`` in this process; every rank must end with the same bits.
 
     ``batches`` are global batches that the user brings. ``between(models, step)`` runs before each step.
-    Without ``shares`` replicas exchange messages, as on several hosts.
+    ``per_host`` ranks share memory; those of different hosts exchange messages.
     """
-    run = Run(workers=make_workers(job, layout, shares=shares))
+    run = Run(workers=make_workers(job, layout, per_host=per_host))
     if batches is None:
         sources = [_all_batches(w) for w in run.workers]
     else:
@@ -280,8 +280,8 @@ def check_layouts(job: Job, layouts: Sequence[str], steps: int = 3, **options: A
         if layout != "dp=1":
             try:
                 assert_same_bits(train_in_memory(job, layout, steps, **options), one)
-                if layout in MESSAGES_TOO:
-                    assert_same_bits(train_in_memory(job, layout, steps, **options, shares=False), one)
+                for per_host in ON_HOSTS.get(layout, ()):
+                    assert_same_bits(train_in_memory(job, layout, steps, **options, per_host=per_host), one)
             except BaseException as error:
                 error.add_note(f"layout {layout}")
                 raise

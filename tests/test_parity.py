@@ -131,7 +131,7 @@ def test_parity_fails_without_the_exchange(monkeypatch: pytest.MonkeyPatch) -> N
     """With the exchange of gradients taken out, two replicas no longer agree with one device."""
     job = small_job("digits_mlp")
     right = train_in_memory(job, "dp=1")
-    assert same_bits(train_in_memory(job, "dp=2", shares=False), right)
+    assert same_bits(train_in_memory(job, "dp=2", per_host=1), right)
 
     def only_mine(self: Reducer, index: int, bucket: Any) -> Any:
         yield
@@ -139,10 +139,10 @@ def test_parity_fails_without_the_exchange(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(Reducer, "_exchange", only_mine)
     with pytest.raises(AssertionError, match="ranks report different results"):
-        train_in_memory(job, "dp=2", shares=False)
+        train_in_memory(job, "dp=2", per_host=1)
     job = job.with_fields(clip_grad_norm=None)  # nothing but the gradients differs now
     with pytest.raises(AssertionError, match="ranks hold different values"):
-        train_in_memory(job, "dp=2", steps=1, shares=False)
+        train_in_memory(job, "dp=2", steps=1, per_host=1)
 
 
 def test_parity_fails_without_the_addition_in_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -82,15 +82,18 @@ def _cover(node: Range, low: int, high: int) -> list[Range]:
 
 def tree_fold(total: int, nodes: Mapping[Range, T], add: Callable[[T, T], T]) -> T:
     """Add up nodes that cover ``range(total)`` in the order of the tree: left plus right."""
-    return _fold((0, total), nodes, add)
+    return fold_node((0, total), nodes, add)
 
 
-def _fold(node: Range, nodes: Mapping[Range, T], add: Callable[[T, T], T]) -> T:
-    """Fold one node. No closure calls itself here: such a cycle would keep ``nodes`` until the collector runs."""
+def fold_node(node: Range, nodes: Mapping[Range, T], add: Callable[[T, T], T]) -> T:
+    """Add up the nodes below one node.
+
+    No closure calls itself here: such a cycle would keep ``nodes`` until the collector runs.
+    """
     if node in nodes:
         return nodes[node]
     middle = tree_split(*node)
-    return add(_fold((node[0], middle), nodes, add), _fold((middle, node[1]), nodes, add))
+    return add(fold_node((node[0], middle), nodes, add), fold_node((middle, node[1]), nodes, add))
 
 
 class TreeStack:

@@ -13,11 +13,13 @@ import torch.distributed as dist
 
 from ..errors import LayoutError
 from . import semaphores
+from .hosts import HostsTransport, counterparts
 from .segment import Segment, SharedMemoryError
 from .shared import SharedTransport
 from .transport import Group, ProcessGroupTransport, Transport
 
 VARIABLE = "MESHWISE_TRANSPORT"  # auto (default), shared or gloo
+HOST_VARIABLE = "MESHWISE_HOST"  # parts the ranks of one machine as if they were on several (for tests)
 CHOICES = ("auto", "shared", "gloo")
 BOOT = Path("/proc/sys/kernel/random/boot_id")
 
@@ -34,12 +36,13 @@ def connect(rank: int, groups: Sequence[Group], device: torch.device) -> Transpo
     wanted = os.environ.get(VARIABLE, "auto")
     if wanted not in CHOICES:
         raise LayoutError(f"{VARIABLE}={wanted!r} is not one of {', '.join(CHOICES)}.")
-    why = "" if wanted != "gloo" else f"{VARIABLE}=gloo"
-    if not why:
-        found = _share(rank, device)
-        if isinstance(found, SharedTransport):
-            return found
-        why = found
+    why = f"{VARIABLE}=gloo"
+    if wanted != "gloo":
+        hosts, processes, why = _hosts(device)
+        inside = None if why else _share(rank, next(host for host in hosts if rank in host), processes)
+        why = why or _first_problem(inside)
+        if isinstance(inside, SharedTransport) and not why:
+            return inside if len(hosts) == 1 else _join(inside, groups, hosts, device)
         if wanted == "shared":
             raise LayoutError(f"{VARIABLE}=shared, but ranks cannot share memory: {why}.")
         if device.type == "cpu" and rank == 0:
@@ -49,36 +52,57 @@ def connect(rank: int, groups: Sequence[Group], device: torch.device) -> Transpo
     return transport
 
 
-def _share(rank: int, device: torch.device) -> SharedTransport | str:
-    """Make the transport through shared memory, or say why not; the same on every rank."""
-    count = dist.get_world_size()
-    facts: list[Any] = [None] * count
-    dist.all_gather_object(facts, (_obstacle(device), _host(), os.getpid()))
+def _join(
+    inside: SharedTransport, groups: Sequence[Group], hosts: Sequence[Group], device: torch.device
+) -> HostsTransport:
+    """Add a process group between hosts; also for the ranks that stand in the same place on each."""
+    spread = [[tuple(m for m in group if m in host) for host in hosts] for group in groups]
+    columns = [column for parts in spread for column in counterparts([p for p in parts if p])]
+    between = ProcessGroupTransport(inside.rank, [*groups, *columns], device)
+    return HostsTransport(inside, between, hosts)
+
+
+def _hosts(device: torch.device) -> tuple[list[Group], dict[int, int], str]:
+    """Find which ranks are on which host, and their process numbers; or what keeps some rank from sharing memory."""
+    facts = _tell_all((_obstacle(device), _host(), os.getpid()))
     problem = next((p for p, _, _ in facts if p), "")
-    if problem or len({host for _, host, _ in facts}) > 1:
-        return problem or "they are on several hosts"
-    control, problem = None, ""
-    told: list[Any] = [None]
-    if rank == 0:
-        try:
-            control = SharedTransport.make_control(count)
-            told = [control.address]
-        except OSError as error:
-            told = [str(error)]
-    dist.broadcast_object_list(told, src=0)
-    if isinstance(told[0], str):
-        return told[0]
+    names = dict.fromkeys(host for _, host, _ in facts)
+    hosts = [tuple(r for r, (_, host, _) in enumerate(facts) if host == name) for name in names]
+    if not problem and max(map(len, hosts)) == 1:
+        problem = "each is on a host of its own"
+    return hosts, {r: pid for r, (_, _, pid) in enumerate(facts)}, problem
+
+
+def _share(rank: int, host: Group, processes: dict[int, int]) -> SharedTransport | str:
+    """Make the transport through the shared memory of a host, or say why not. Every rank calls it."""
+    control: Segment | None = None
+    told: Any = None
     try:
-        control = control or Segment.attach(told[0])
+        if rank == host[0]:
+            control = SharedTransport.make_control(len(host))
+            told = control.address
+    except OSError as error:
+        told = str(error)
+    address = _tell_all(told)[host[0]]
+    if isinstance(address, str):
+        return address
+    try:
+        control = control or Segment.attach(address)
     except SharedMemoryError as error:
-        problem = str(error)
-    problems: list[Any] = [None] * count
-    dist.all_gather_object(problems, problem)
-    problem = next((p for p in problems if p), "")
-    if problem or control is None:
-        return problem
-    spins = semaphores.spins_for(count, torch.get_num_threads())
-    return SharedTransport(rank, control, [pid for _, _, pid in facts], spins=spins)
+        return str(error)
+    spins = semaphores.spins_for(len(host), torch.get_num_threads())
+    return SharedTransport(rank, control, {r: processes[r] for r in host}, spins=spins)
+
+
+def _first_problem(found: SharedTransport | str | None) -> str:
+    """Agree on what the first rank that has a problem says."""
+    return next((p for p in _tell_all(found if isinstance(found, str) else "") if p), "")
+
+
+def _tell_all(value: Any) -> list[Any]:
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
 def _obstacle(device: torch.device) -> str:
@@ -92,7 +116,8 @@ def _obstacle(device: torch.device) -> str:
 
 def _host() -> str:
     """Name this host, and the space of its process numbers: equal where one rank can map another's memory."""
+    pretended = os.environ.get(HOST_VARIABLE, "")
     try:
-        return f"{BOOT.read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
+        return f"{pretended} {BOOT.read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
     except OSError:
         return f"unknown {os.getpid()}"

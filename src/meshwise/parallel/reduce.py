@@ -206,15 +206,7 @@ class Reducer:
         return self.flats[key]
 
     def _all_to_all(self, flat: Flat) -> Generator[None, None, None]:
-        """Add up an own share of all nodes, in tree order, and tell the sum to all."""
-        lengths = [flat.nodes * flat.share] * len(self.group)
-        sizes = [count * flat.share for count in flat.counts]
-        parts = yield from _poll(self.transport.all_to_all(flat.sent.view(-1), lengths, flat.got, sizes, self.group))
-        nodes: dict[Range, Tensor] = {}
-        for cover, part in zip(self.covers, parts, strict=True):
-            nodes.update(zip(cover, part.view(len(cover), flat.share), strict=True))
-        mine = tree_fold(self.total, nodes, lambda left, right: left.add_(right))
-        yield from _poll(self.transport.all_gather_row(mine, flat.total, self.group))
+        yield from sum_shares(self.transport, self.group, self.total, self.covers, flat.sent, flat.got, flat.total)
 
     def _sum_sparse(self, bucket: Bucket, k: int) -> Generator[None, None, Tensor]:
         own = [g[k] for _, g in sorted(bucket.nodes.items()) if g[k] is not None]
@@ -223,6 +215,31 @@ class Reducer:
         shape = self.likes[bucket.sites[k]].shape
         parts = [torch.sparse_coo_tensor(i, v, shape, check_invariants=False) for m in members for i, v in m]
         return join_sparse(parts).coalesce()
+
+
+def sum_shares(
+    transport: Transport,
+    group: Group,
+    total: int,
+    covers: Sequence[Sequence[Range]],
+    sent: Tensor,
+    got: Tensor,
+    row: Tensor,
+) -> Generator[None, None, None]:
+    """Add up an own share of all nodes, in tree order, and tell the sum to all of ``group``: it is ``row`` in the end.
+
+    ``covers[j]`` are the nodes of the tree over ``total`` slots that member j brings. ``sent`` holds the own ones:
+    (member, node, element of that member's share); ``got`` has room for a share of all nodes.
+    """
+    nodes, share = sent.shape[1:]
+    lengths = [nodes * share] * len(group)
+    sizes = [len(cover) * share for cover in covers]
+    parts = yield from _poll(transport.all_to_all(sent.view(-1), lengths, got, sizes, group))
+    found: dict[Range, Tensor] = {}
+    for cover, part in zip(covers, parts, strict=True):
+        found.update(zip(cover, part.view(len(cover), share), strict=True))
+    mine = tree_fold(total, found, lambda left, right: left.add_(right))
+    yield from _poll(transport.all_gather_row(mine, row, group))
 
 
 def _poll(pending: Pending) -> Generator[None, None, Any]:

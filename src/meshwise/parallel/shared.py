@@ -14,7 +14,7 @@ import pickle
 import struct
 import zlib
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -40,21 +40,23 @@ COLLECTIVE = 1 << 40  # tags of collectives lie above those of a program
 class SharedTransport:
     """Reach the other ranks of this host. Every rank makes it, with the control segment of all.
 
-    ``processes[r]`` is the process number of rank r; ``spins`` as in :class:`Waiter`.
+    ``processes`` maps the ranks of this host to their process numbers; ``spins`` as in :class:`Waiter`.
     """
 
-    def __init__(self, rank: int, control: Segment, processes: Sequence[int], *, spins: int) -> None:
-        self.rank, self.control, self.count = rank, control, len(processes)
+    def __init__(self, rank: int, control: Segment, processes: Mapping[int, int], *, spins: int) -> None:
+        self.rank, self.control = rank, control
+        self.members = tuple(processes)
+        self.places = {r: k for k, r in enumerate(processes)}
         self.note = ""  # why memory could not be shared
         self.base = control.bytes.data_ptr()
-        others = {r: pid for r, pid in enumerate(processes) if r != rank}
+        others = {r: pid for r, pid in processes.items() if r != rank}
         self.waiter = Waiter(rank, others, spins=spins)
         self.waiter.meanwhile = self._push_on
         self.arena, self.borrowed = Arena(), Borrowed()
         self.known: set[tuple[int, int]] = set()  # (rank, own segment): it has mapped it
-        self.sent, self.got = [0] * self.count, [0] * self.count
-        self.outbox: list[deque[tuple[Tensor, int]]] = [deque() for _ in range(self.count)]
-        self.arrived: list[defaultdict[int, deque[Tensor]]] = [defaultdict(deque) for _ in range(self.count)]
+        self.sent, self.got = dict.fromkeys(processes, 0), dict.fromkeys(processes, 0)
+        self.outbox: dict[int, deque[tuple[Tensor, int]]] = {r: deque() for r in processes}
+        self.arrived: dict[int, defaultdict[int, deque[Tensor]]] = {r: defaultdict(deque) for r in processes}
         self.rounds: defaultdict[Group, int] = defaultdict(int)
 
     @staticmethod
@@ -68,7 +70,7 @@ class SharedTransport:
         return control
 
     def _pair(self, source: int, to: int) -> int:
-        return (source * self.count + to) * PAIR
+        return (self.places[source] * len(self.places) + self.places[to]) * PAIR
 
     # ---- sending -----------------------------------------------------------------------------------------
 
@@ -83,7 +85,7 @@ class SharedTransport:
 
     def _push_on(self) -> None:
         """Send what is in the outbox, as far as there is room."""
-        for to, waiting in enumerate(self.outbox):
+        for to, waiting in self.outbox.items():
             while waiting and semaphores.take(self.base + self._pair(self.rank, to) + FREE):
                 flat, tag = waiting.popleft()
                 self._put(flat, to, tag)
@@ -115,7 +117,7 @@ class SharedTransport:
 
     def flush(self) -> None:
         """Wait until everything is on its way."""
-        for to, waiting in enumerate(self.outbox):
+        for to, waiting in self.outbox.items():
             while waiting:
                 self.waiter.wait(self.base + self._pair(self.rank, to) + FREE, to)
                 flat, tag = waiting.popleft()
@@ -221,6 +223,10 @@ class SharedTransport:
             return flat
 
         return _later(wait)
+
+    def neighbours(self, group: Group) -> list[Group]:
+        """List the members by host: there is one."""
+        return [group]
 
     def meet(self, group: Group) -> Pending:
         """Say that this rank is here, and wait for every member."""

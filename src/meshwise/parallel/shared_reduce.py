@@ -1,24 +1,29 @@
-"""The exact reduction in shared memory: each member adds up its share of all members' gradients where they lie.
+"""The exact reduction in shared memory: each rank adds up its share of all gradients of its host where they lie.
 
 ::
 
     member 0   |  node (0,2)      |        member 0 adds up the left half of both rows, member 1 the right half,
     member 1   |  node (2,4)      |        in tree order and in place: the first row then holds the sums
+
+Where replicas are on several hosts, those in the same place on each finish their share with one another.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from ..grid import Range, TreeStack, tree_cover, tree_fold
-from .reduce import Bucket, Grads, add_grads
-from .rows import NOWHERE, RowLayout, view_like
+from ..grid import Range, TreeStack, fold_node, tree_cover, tree_fold
+from .reduce import Bucket, Grads, add_grads, sum_shares
+from .rows import LINE, NOWHERE, RowLayout, view_like
 from .segment import Segment
-from .transport import Group, Transport
+from .transport import Group, Pending, Transport
+
+T = TypeVar("T")
 
 NOTHING = -0.0  # the number that changes nothing when added
 
@@ -42,8 +47,36 @@ class Store:
         return self.segment.bytes[members * self.rows * self.row_bytes :].view(members, self.flags)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Reach:
+    """Name the replicas that share memory with one rank, and those in its place on the other hosts.
+
+    Every host has as many, in a row: ``group`` is all of them, ``here`` those of this host, ``across`` one a host.
+    """
+
+    group: Group
+    here: Group
+    across: Group
+
+    @classmethod
+    def of(cls, transport: Transport, group: Group) -> Reach | None:
+        """Find them; None where the hosts have unlike numbers of replicas, or one each."""
+        parts = transport.neighbours(group)
+        size = len(parts[0])
+        if size == 1 or any(len(part) != size for part in parts) or sum(parts, ()) != group:
+            return None
+        here = next(part for part in parts if transport.rank in part)
+        place = here.index(transport.rank)
+        return cls(group=group, here=here, across=tuple(part[place] for part in parts))
+
+    def hosts(self, items: Sequence[T]) -> list[Sequence[T]]:
+        """Part what there is one of for each replica by host."""
+        size = len(self.here)
+        return [items[k : k + size] for k in range(0, len(items), size)]
+
+
 class SharedReducer:
-    """Reduce the gradients of one rank's sites with the other replicas of its host.
+    """Reduce the gradients of one rank's sites over its replicas.
 
     ``layout`` places each site (parameters' first sites, then further ones) in a row of gradients. Gradients are
     dense. Every rank of the group makes the same calls.
@@ -52,16 +85,17 @@ class SharedReducer:
     def __init__(
         self,
         transport: Transport,
-        group: Group,
+        reach: Reach,
         buckets: Sequence[Sequence[int]],
         layout: RowLayout,
         *,
         exact: bool,
         store: Store | None = None,
     ) -> None:
-        self.transport, self.group, self.layout, self.exact = transport, group, layout, exact
+        self.transport, self.reach, self.layout, self.exact = transport, reach, layout, exact
         self.buckets = [Bucket(sites=tuple(b)) for b in buckets]
-        self.me = group.index(transport.rank)
+        self.group, self.me = reach.here, reach.here.index(transport.rank)
+        self.host = reach.across.index(transport.rank)
         self.num_bytes = 0
         self.store = store  # of the reducer before: kept where it is large enough
         self.total, self.ranges = 0, ()  # type: int, Sequence[Range]
@@ -76,7 +110,10 @@ class SharedReducer:
         yield from self._make_room(max(map(len, covers)))
         if self.store is None:
             return False
-        self.total, self.ranges, self.covers = total, ranges, covers
+        self.total, self.ranges = total, ranges
+        self.covers = self.reach.hosts(covers)[self.host]
+        spans = [_span(part) for part in self.reach.hosts(ranges)]
+        self.nodes = [tree_cover(total, *s) if self.exact else ((s,) if s[0] < s[1] else ()) for s in spans]
         self._lay_out()
         return True
 
@@ -86,10 +123,7 @@ class SharedReducer:
             if rows <= old.rows and size <= old.row_bytes and flags <= old.flags:
                 return
             rows, size, flags = max(rows, old.rows), max(size, old.row_bytes), max(flags, old.flags)
-        pending = self.transport.share(len(self.group) * (rows * size + flags), self.group)
-        while not pending.ready():
-            yield
-        segment = pending.wait()
+        segment = yield from _wait(self.transport.share(len(self.group) * (rows * size + flags), self.group))
         self.store = None if segment is None else Store(segment=segment, rows=rows, row_bytes=size, flags=flags)
 
     def _lay_out(self) -> None:
@@ -101,7 +135,7 @@ class SharedReducer:
             self.rows |= {node: store.row(member, k) for k, node in enumerate(cover)}
         self.flags = store.flags_of(len(self.group))[:, : len(self.layout.offsets)]
         self.own = {node[0]: node for node in self.covers[self.me]}  # by first slot
-        self.stack = TreeStack(self.total, *self.ranges[self.me])
+        self.stack = TreeStack(self.total, *self.reach.hosts(self.ranges)[self.host][self.me])
         self.views: dict[tuple[int, Range], Grads] = {}
         self.aims: dict[tuple[int, int, int], Grads] = {}  # the same by segment of a stage, kept by whoever asks
 
@@ -183,16 +217,58 @@ class SharedReducer:
     @property
     def sums(self) -> Tensor:
         """Give the row that holds the sums once every member has folded its share."""
-        return self.rows[next(cover[0] for cover in self.covers if cover)]
+        first = next((cover[0] for cover in self.covers if cover), None)
+        assert self.store is not None
+        return self.store.row(0, 0) if first is None else self.rows[first]
 
-    def presence(self) -> Sequence[bool]:
-        """Tell for each site whether any member has brought a gradient (all must have launched)."""
-        return self.present if self.presence_known else self.flags.any(0).tolist()
+    def presence(self) -> Generator[None, None, Sequence[bool]]:
+        """Tell for each site whether any replica has brought a gradient (all must have launched)."""
+        if self.presence_known:
+            return self.present
+        found = self.flags.any(0)
+        if len(self.reach.across) > 1:
+            hosts = yield from _wait(self.transport.all_gather(found, self.reach.across))
+            found = torch.stack(hosts).any(0)
+        return found.tolist()
 
-    def fold(self, start: int, stop: int, dtype: torch.dtype) -> Tensor:
+    def fold(self, start: int, stop: int, dtype: torch.dtype) -> Generator[None, None, Tensor]:
         """Add up bytes ``start .. stop-1`` of all nodes in tree order; give the sums, a flat tensor of ``dtype``."""
         parts = {node: row[start:stop].view(dtype) for node, row in self.rows.items()}
+        if len(self.reach.across) > 1:
+            return (yield from self._fold_across(parts, self.sums[start:stop].view(dtype)))
         return tree_fold(self.total, parts, _add) if self.exact else _add_up(list(parts.values()))
+
+    def _fold_across(self, parts: dict[Range, Tensor], sums: Tensor) -> Generator[None, None, Tensor]:
+        """Add up what this host has, and then the hosts' nodes with those in the same place on the other hosts."""
+        across = self.reach.across
+        if not self.exact:
+            total = _add_up(list(parts.values())) if parts else sums.fill_(NOTHING)
+            yield from _wait(self.transport.all_reduce(total, across))
+            return total
+        own = [fold_node(node, parts, _add) for node in self.nodes[self.host]]
+        step = LINE // sums.element_size() * len(across)
+        length = -(-sums.numel() // step) * step
+        sent = sums.new_full((len(across), len(own), length // len(across)), NOTHING)
+        for k, node in enumerate(own):
+            padded = sums.new_full((length,), NOTHING)
+            padded[: node.numel()] = node
+            sent[:, k] = padded.view(len(across), -1)
+        got = sums.new_empty(sum(map(len, self.nodes)) * sent.shape[2])
+        row = sums.new_empty(length)
+        yield from sum_shares(self.transport, across, self.total, self.nodes, sent, got, row)
+        return sums.copy_(row[: sums.numel()])
+
+
+def _span(ranges: Sequence[Range]) -> Range:
+    """Give the range from the first slot to the last of ranges in a row, some of them maybe empty."""
+    held = [r for r in ranges if r[0] < r[1]]
+    return (held[0][0], held[-1][1]) if held else (0, 0)
+
+
+def _wait(pending: Pending) -> Generator[None, None, Any]:
+    while not pending.ready():
+        yield
+    return pending.wait()
 
 
 def _add(left: Tensor, right: Tensor) -> Tensor:

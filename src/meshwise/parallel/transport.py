@@ -6,6 +6,7 @@ group, whose ``wait()`` blocks) so that several ranks can also run in turns insi
 
 from __future__ import annotations
 
+import itertools
 import pickle
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -46,6 +47,10 @@ class Transport(Protocol):
 
     rank: int
 
+    @property
+    def note(self) -> str:
+        """Say why memory is not shared."""
+
     def send(self, tensor: Tensor, to: int, tag: int) -> None:
         """Send a contiguous tensor; never waits, keeps the tensor until it is gone."""
 
@@ -69,6 +74,9 @@ class Transport(Protocol):
 
     def all_gather_object(self, value: Any, group: Group) -> Pending:
         """List every member's picklable value."""
+
+    def neighbours(self, group: Group) -> list[Group]:
+        """Part a group in those that can share memory, in the group's order (a host each)."""
 
     def share(self, num_bytes: int, group: Group) -> Pending:
         """Give a :class:`Segment` of zeros that every member maps, or on every member None where one cannot."""
@@ -168,6 +176,10 @@ class ProcessGroupTransport:
         dist.all_gather(parts, padded, group=small)
         return done([pickle.loads(bytes(p[: int(s)].cpu().numpy())) for p, s in zip(parts, sizes, strict=True)])
 
+    def neighbours(self, group: Group) -> list[Group]:
+        """Take each rank to be alone."""
+        return [(member,) for member in group]
+
     def share(self, num_bytes: int, group: Group) -> Pending:
         """Share no memory."""
         return done(None)
@@ -199,10 +211,13 @@ def _from_work(work: Any, value: Callable[[], Any], *keep: Any) -> Pending:
 
 
 class Mailroom:
-    """Hold what ranks in one process have sent each other; ``shares``: they can share memory too."""
+    """Hold what ranks in one process have sent each other.
 
-    def __init__(self, *, shares: bool = True) -> None:
-        self.shares = shares
+    ``per_host``: so many ranks in a row can share memory with one another (None: all, 1: none).
+    """
+
+    def __init__(self, *, per_host: int | None = None) -> None:
+        self.per_host = per_host
         self.letters: dict[tuple[int, int, int], list[Tensor]] = defaultdict(list)
         self.rounds: dict[tuple[Group, str, int], dict[int, Any]] = defaultdict(dict)
 
@@ -213,6 +228,7 @@ class MemoryTransport:
     def __init__(self, rank: int, room: Mailroom) -> None:
         self.rank = rank
         self.room = room
+        self.note = ""
         self.counts: dict[tuple[Group, str], int] = defaultdict(int)
 
     def send(self, tensor: Tensor, to: int, tag: int) -> None:
@@ -275,10 +291,15 @@ class MemoryTransport:
         data = pickle.dumps(value)
         return self._round(data, group, "object", lambda table: [pickle.loads(table[m]) for m in group])
 
+    def neighbours(self, group: Group) -> list[Group]:
+        """Part a group by the hosts that the mailroom pretends."""
+        size = self.room.per_host
+        if size is None:
+            return [group]
+        return [tuple(part) for _, part in itertools.groupby(group, key=lambda member: member // size)]
+
     def share(self, num_bytes: int, group: Group) -> Pending:
         """Map one segment for all members, each its own map of it."""
-        if not self.room.shares:
-            return done(None)
         first = Segment.create(num_bytes) if self.rank == group[0] else None
 
         def finish(table: dict[int, Any]) -> Segment:

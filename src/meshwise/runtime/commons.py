@@ -24,7 +24,7 @@ from ..model.codegen import PART_BITS, Site
 from ..model.stages import Staged
 from ..parallel.packet import wait_for
 from ..parallel.rows import NOWHERE, RowLayout, SharedParameters, is_dense, view_like
-from ..parallel.shared_reduce import SharedReducer
+from ..parallel.shared_reduce import Reach, SharedReducer
 from .elementwise import allows_pieces, kernel_chosen, kernels_for
 from .pieces import Part, Pieces, State, whole_state
 
@@ -55,9 +55,11 @@ class Commons:
             return
         self.tried = True
         engine = self.engine
-        if len(engine.dp_group) == 1:
-            self.reason = "there is one replica"
+        reach = Reach.of(engine.transport, engine.dp_group) if len(engine.dp_group) > 1 else None
+        if reach is None:
+            self.reason = "replicas do not share a host" if len(engine.dp_group) > 1 else "there is one replica"
             return
+        self.reach = reach
         self.names = self._own_names()
         self.reason = self._obstacle()
         reasons = yield from wait_for(engine.transport.all_gather_object(self.reason, engine.dp_group))
@@ -106,16 +108,17 @@ class Commons:
         assert engine.optimizer is not None
         parameters = [engine.parameters[n] for n in self.names]
         layout = RowLayout.of(parameters)
-        segment = yield from wait_for(engine.transport.share(layout.num_bytes, engine.dp_group))
-        if segment is None:
-            self.reason = getattr(engine.transport, "note", "") or "the transport shares no memory"
+        segment = yield from wait_for(engine.transport.share(layout.num_bytes, self.reach.here))
+        fine = yield from wait_for(engine.transport.all_gather_object(segment is not None, engine.dp_group))
+        if segment is None or not all(fine):
+            self.reason = engine.transport.note or "another host has not enough memory"
             return
         self.shared = SharedParameters(segment, parameters, layout)
-        if engine.dp_index == 0:
+        me, count = self.reach.here.index(engine.transport.rank), len(self.reach.here)
+        if me == 0:
             self.shared.publish()
-        yield from wait_for(engine.transport.meet(engine.dp_group))
+        yield from wait_for(engine.transport.meet(self.reach.here))
         self.shared.adopt()
-        me, count = engine.dp_index, len(engine.dp_group)
         self.pieces = Pieces(
             row=self.shared.row,
             layout=layout,
@@ -168,7 +171,7 @@ class Commons:
         whole = RowLayout(offsets=tuple(offsets.get(s, NOWHERE) for s in range(len(sites))), num_bytes=behind.num_bytes)
         exact = engine.layout.reduction == "exact"
         store = None if self.reducer is None else self.reducer.store
-        self.reducer = SharedReducer(engine.transport, engine.dp_group, buckets, whole, exact=exact, store=store)
+        self.reducer = SharedReducer(engine.transport, self.reach, buckets, whole, exact=exact, store=store)
         self.views: list[Tensor] = []
         self.views_of: Tensor | None = None
         return self.reducer
@@ -176,13 +179,13 @@ class Commons:
     def _parameter(self, name: str) -> Tensor:
         return self.engine.parameters[name]
 
-    def fold(self, factor: float) -> list[Tensor]:
+    def fold(self, factor: float) -> Generator[None, None, list[Tensor]]:
         """Add up this rank's share of all members' gradients; give the sums, piece by piece.
 
         All members' gradients must be in their rows.
         """
         assert self.reducer is not None
-        by_site = self.reducer.presence()
+        by_site = yield from self.reducer.presence()
         sites = [[s, *self.more_sites.get(k, ())] for k, s in self.first_site.items()]
         present = dict(zip(self.first_site, (any(by_site[s] for s in each) for each in sites), strict=True))
         self.present = [present.get(k, False) for k in range(len(self.names))]
@@ -192,16 +195,16 @@ class Commons:
             if not self.present[self.pieces.first_index(piece)]:
                 piece.parameter.grad = None
                 continue
-            grad = self.reducer.fold(piece.start, piece.stop, piece.parameter.dtype)
+            grad = yield from self.reducer.fold(piece.start, piece.stop, piece.parameter.dtype)
             for part in self.pieces.parts_of(piece) if self.more_sites else ():
-                self._add_sites(part, grad[self.pieces.place(piece, part)], by_site)
+                yield from self._add_sites(part, grad[self.pieces.place(piece, part)], by_site)
             piece.parameter.grad = grad if piece.parameter.ndim else grad[0]
             sums.append(grad)
         if factor != 1.0 and sums:
             torch._foreach_mul_(sums, factor)
         return sums
 
-    def _add_sites(self, part: Part, grad: Tensor, by_site: Sequence[bool]) -> None:
+    def _add_sites(self, part: Part, grad: Tensor, by_site: Sequence[bool]) -> Steps:
         """Add what a parameter's further sites bring, the one used last first."""
         if not by_site[self.first_site[part.index]]:
             grad.fill_(-0.0)
@@ -210,7 +213,8 @@ class Commons:
                 assert self.reducer is not None
                 start = self.reducer.layout.offsets[site]
                 size = grad.element_size()
-                grad.add_(self.reducer.fold(start + part.low * size, start + part.high * size, grad.dtype))
+                more = yield from self.reducer.fold(start + part.low * size, start + part.high * size, grad.dtype)
+                grad.add_(more)
 
     def show_gradients(self) -> None:
         """Let the parameters' ``.grad`` be the sums (whole once every member has folded its share)."""
@@ -244,7 +248,7 @@ class Commons:
         """Give the optimizer's whole state of this rank's parameters, on every replica. Every replica calls it."""
         engine = self.engine
         mine = [(part, {k: _own(v) for k, v in state.items()}) for part, state in self.pieces.states()]
-        members = yield from wait_for(engine.transport.all_gather_object(mine, engine.dp_group))
+        members = yield from wait_for(engine.transport.all_gather_object(mine, self.reach.here))
         found: dict[int, list[tuple[Part, State]]] = {}
         for part, state in (pair for each in members for pair in each):
             found.setdefault(part.index, []).append((part, state))

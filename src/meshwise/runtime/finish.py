@@ -57,8 +57,8 @@ def finish_step(engine: Engine) -> Generator[None, None, StepResult]:
 
 def _update_shared(engine: Engine, factor: float) -> Generator[None, None, float | None]:
     """Add up and update this rank's share, all replicas' gradients being in their rows (their losses are here)."""
-    commons, group = engine.commons, engine.dp_group
-    sums = commons.fold(factor)
+    commons, group = engine.commons, engine.commons.reach.here
+    sums = yield from commons.fold(factor)
     commons.show_gradients()
     norm = None
     if engine.job.clip_grad_norm is not None:
@@ -79,11 +79,11 @@ def _update_shared(engine: Engine, factor: float) -> Generator[None, None, float
 
 def _shared_norm(engine: Engine) -> Generator[None, None, float]:
     """Give the one true norm; each replica takes a part of the blocks."""
-    kind, group = engine.job.clip_norm_type, engine.dp_group
+    kind, group = engine.job.clip_norm_type, engine.commons.reach.here
     named = [(n, p.grad) for n, p in engine.parameters.items() if p.grad is not None]
     blocks, counts = cut_blocks([g for _, g in named])
     parts = split_evenly(len(blocks), len(group))
-    low, high = parts[engine.dp_index]
+    low, high = parts[group.index(engine.transport.rank)]
     rows = torch.zeros(-(-len(blocks) // len(group)), dtype=torch.float64)
     if low < high:
         rows[: high - low] = norms_of(blocks[low:high], kind)
