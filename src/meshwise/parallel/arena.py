@@ -7,6 +7,7 @@ memory is let go. So nothing is copied twice, and steps that are alike always us
 from __future__ import annotations
 
 import ctypes
+import os
 from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any
@@ -86,10 +87,10 @@ class Borrowed:
         if num_bytes not in self.kinds:
             self.kinds[num_bytes] = type("Loan", (ctypes.c_char * num_bytes,), {"__del__": _give_back})
         loan = self.kinds[num_bytes].from_buffer(segment.map, at + HEAD)
-        loan.semaphore = segment.bytes.data_ptr() + at
+        loan.semaphore, loan.process = segment.bytes.data_ptr() + at, os.getpid()
         return torch.frombuffer(loan, dtype=torch.uint8)
 
 
 def _give_back(loan: Any) -> None:
-    if hasattr(loan, "semaphore"):
+    if hasattr(loan, "process") and loan.process == os.getpid():  # not in a loader's worker, which inherits tensors
         semaphores.post(loan.semaphore)
