@@ -119,9 +119,10 @@ class SharedTransport:
         """Wait until everything is on its way."""
         for to, waiting in self.outbox.items():
             while waiting:
-                self.waiter.wait(self.base + self._pair(self.rank, to) + FREE, to)
-                flat, tag = waiting.popleft()
-                self._put(flat, to, tag)
+                free = self.base + self._pair(self.rank, to) + FREE
+                self.waiter.wait(free, to)
+                semaphores.post(free)  # the wait itself may have sent the last message
+                self._push_on()
 
     # ---- receiving ---------------------------------------------------------------------------------------
 
