@@ -56,6 +56,10 @@ class HostsTransport:
         """List every member's tensor."""
         return self._for(group).all_gather(tensor, group)
 
+    def tell(self, row: Sequence[float], group: Group) -> Pending:
+        """List every member's row of numbers."""
+        return self._for(group).tell(row, group)
+
     def all_gather_object(self, value: Any, group: Group) -> Pending:
         """List every member's value."""
         return self._for(group).all_gather_object(value, group)

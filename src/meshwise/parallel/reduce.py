@@ -52,6 +52,7 @@ class Bucket:
     nodes: dict[Range, Grads] = field(default_factory=dict)
     pending: Any = None
     launched: bool = False
+    settled: Grads | None = None  # gradients that lie where they belong (in shared memory)
 
 
 class Reducer:

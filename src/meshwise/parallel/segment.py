@@ -129,6 +129,8 @@ class PrivateView:
         """List the ranges of bytes that this process has written to (whole pages)."""
         length, at = _pages(self.num_bytes) * ENTRY_BYTES, self.first_page * ENTRY_BYTES
         entries = numpy.frombuffer(os.pread(self.pagemap, length, at), dtype=numpy.uint64)
+        if (entries & SHARED).all():  # as it is nearly always
+            return []
         own = ((entries & PRESENT) != 0) & ((entries & SHARED) == 0)
         if not own.any():
             return []

@@ -27,7 +27,9 @@ from .semaphores import SIZE, Waiter
 from .transport import Group, Pending, done
 
 SLOTS = 32
-HEAD = struct.Struct("=5q")  # of a slot: tag, length, segment (or -1), place in it, bytes of a new segment's address
+HEAD = struct.Struct("=5q")  # of a slot: tag, length, segment, place in it, bytes of a new segment's address
+HERE, BYTES = -1, -2  # in place of the segment: the contents stand in the slot, a tensor's or plain bytes
+Contents = Tensor | bytes
 CONTENTS = 64  # bytes from a slot's begin to what it holds
 INLINE = 4096 - CONTENTS
 SLOT = CONTENTS + INLINE
@@ -55,8 +57,8 @@ class SharedTransport:
         self.arena, self.borrowed = Arena(), Borrowed()
         self.known: set[tuple[int, int]] = set()  # (rank, own segment): it has mapped it
         self.sent, self.got = dict.fromkeys(processes, 0), dict.fromkeys(processes, 0)
-        self.outbox: dict[int, deque[tuple[Tensor, int]]] = {r: deque() for r in processes}
-        self.arrived: dict[int, defaultdict[int, deque[Tensor]]] = {r: defaultdict(deque) for r in processes}
+        self.outbox: dict[int, deque[tuple[Contents, int]]] = {r: deque() for r in processes}
+        self.arrived: dict[int, defaultdict[int, deque[Contents]]] = {r: defaultdict(deque) for r in processes}
         self.rounds: defaultdict[Group, int] = defaultdict(int)
 
     @staticmethod
@@ -76,7 +78,9 @@ class SharedTransport:
 
     def send(self, tensor: Tensor, to: int, tag: int) -> None:
         """Send a contiguous tensor; never waits: where the ring is full it stays in the outbox."""
-        flat = tensor.detach().reshape(-1).view(torch.uint8)
+        self._send(tensor.detach().reshape(-1).view(torch.uint8), to, tag)
+
+    def _send(self, flat: Contents, to: int, tag: int) -> None:
         if not self.outbox[to] and semaphores.take(self.base + self._pair(self.rank, to) + FREE):
             self._put(flat, to, tag)
         else:
@@ -90,16 +94,20 @@ class SharedTransport:
                 flat, tag = waiting.popleft()
                 self._put(flat, to, tag)
 
-    def _put(self, flat: Tensor, to: int, tag: int) -> None:
+    def _put(self, flat: Contents, to: int, tag: int) -> None:
         """Fill the next slot, which is free."""
         pair = self._pair(self.rank, to)
         slot = pair + RING + self.sent[to] % SLOTS * SLOT
         self.sent[to] += 1
-        start, length = slot + CONTENTS, flat.numel()
-        if length <= INLINE:
+        start = slot + CONTENTS
+        if isinstance(flat, bytes):
+            length = len(flat)
+            self.control.map[start : start + length] = flat
+            HEAD.pack_into(self.control.map, slot, tag, length, BYTES, 0, 0)
+        elif (length := flat.numel()) <= INLINE:
             if length:
                 self.control.bytes[start : start + length].copy_(flat)
-            HEAD.pack_into(self.control.map, slot, tag, length, -1, 0, 0)
+            HEAD.pack_into(self.control.map, slot, tag, length, HERE, 0, 0)
         else:
             block = self.arena.take(length)
             block.memory[:length].copy_(flat)
@@ -130,7 +138,7 @@ class SharedTransport:
         """Give the next tensor that ``source`` sends under ``tag``."""
         return _later(lambda: self._take(source, tag))
 
-    def _take(self, source: int, tag: int) -> Tensor:
+    def _take(self, source: int, tag: int) -> Any:
         arrived = self.arrived[source]
         while not arrived[tag]:
             found, flat = self._next(source)
@@ -140,7 +148,7 @@ class SharedTransport:
             del arrived[tag]
         return first
 
-    def _next(self, source: int) -> tuple[int, Tensor]:
+    def _next(self, source: int) -> tuple[int, Contents]:
         """Empty the next slot of a ring, waiting for it to be filled."""
         pair = self._pair(source, self.rank)
         self.waiter.wait(self.base + pair + FILLED, source)
@@ -148,7 +156,10 @@ class SharedTransport:
         self.got[source] += 1
         tag, length, segment, at, size = HEAD.unpack_from(self.control.map, slot)
         start = slot + CONTENTS
-        if segment < 0:
+        flat: Contents
+        if segment == BYTES:
+            flat = self.control.map[start : start + length]
+        elif segment == HERE:
             flat = self.control.bytes[start : start + length].clone()
         else:
             if size:
@@ -165,6 +176,18 @@ class SharedTransport:
         self.rounds[group] += 1
         name = zlib.crc32(repr(group).encode()) & 0xFFFF
         return COLLECTIVE + (name << 20) + (self.rounds[group] & 0xFFFFF)
+
+    def tell(self, row: Sequence[float], group: Group) -> Pending:
+        """List every member's row of numbers; long ones go as tensors."""
+        form = struct.Struct(f"={len(row)}d")
+        if form.size > INLINE:
+            pending = self.all_gather(torch.tensor(row, dtype=torch.float64), group)
+            return _later(lambda: [tuple(part.tolist()) for part in pending.wait()])
+        tag, mine = self._tag(group), form.pack(*row)
+        for member in group:
+            if member != self.rank:
+                self._send(mine, member, tag)
+        return _later(lambda: [tuple(row) if m == self.rank else form.unpack(self._take(m, tag)) for m in group])
 
     def _exchange(self, parts: Sequence[Tensor], group: Group) -> Callable[[], list[Tensor]]:
         """Send the j-th tensor to member j; give what collects theirs as flat bytes, the own part untouched."""

@@ -147,7 +147,7 @@ class SharedReducer:
         self.likes, self.presence_known = likes, presence_known
         self.present = [False] * len(likes)
         for bucket in self.buckets:
-            bucket.nodes, bucket.launched = {}, False
+            bucket.nodes, bucket.launched, bucket.settled = {}, False, None
 
     def begins(self, slot: int) -> bool:
         """Tell whether a slot is the first of one of this rank's own nodes."""
@@ -175,7 +175,7 @@ class SharedReducer:
         bucket = self.buckets[index]
         places = self.place(index, slot)
         if places is not None:
-            grads = _settle(places, grads)
+            grads = bucket.settled = _settle(places, grads)
         if self.exact:
             self.stack.push(bucket.nodes, slot, grads, add_grads)
         else:
@@ -192,7 +192,8 @@ class SharedReducer:
         for node, grads in bucket.nodes.items():
             places = self.place(index, node[0])
             assert places is not None
-            _settle(places, grads)
+            if grads is not bucket.settled:
+                _settle(places, grads)
             if any(grad is None for grad in grads):
                 self._neutralize(bucket, places, grads)
         if not self.presence_known:

@@ -72,6 +72,9 @@ class Transport(Protocol):
     def all_gather(self, tensor: Tensor, group: Group) -> Pending:
         """List every member's tensor (equal shapes)."""
 
+    def tell(self, row: Sequence[float], group: Group) -> Pending:
+        """List every member's row of numbers (all of one length, some hundreds at most)."""
+
     def all_gather_object(self, value: Any, group: Group) -> Pending:
         """List every member's picklable value."""
 
@@ -160,6 +163,13 @@ class ProcessGroupTransport:
             return list(parts.values())
 
         return Pending(lambda: True, wait)
+
+    def tell(self, row: Sequence[float], group: Group) -> Pending:
+        """Start an all-gather of the rows."""
+        if len(group) == 1:
+            return done([tuple(row)])
+        pending = self.all_gather(torch.tensor(row, dtype=torch.float64).to(self.device), group)
+        return Pending(pending.ready, lambda: [tuple(part.tolist()) for part in pending.wait()])
 
     def all_gather_object(self, value: Any, group: Group) -> Pending:
         """Exchange pickled values: first their lengths, then their bytes."""
@@ -285,6 +295,10 @@ class MemoryTransport:
     def all_gather(self, tensor: Tensor, group: Group) -> Pending:
         """List every member's tensor."""
         return self._round(tensor.clone(), group, "all_gather", lambda table: [table[m].clone() for m in group])
+
+    def tell(self, row: Sequence[float], group: Group) -> Pending:
+        """List every member's row."""
+        return self._round(tuple(row), group, "tell", lambda table: [table[m] for m in group])
 
     def all_gather_object(self, value: Any, group: Group) -> Pending:
         """List every member's value, each through pickle as between processes."""

@@ -173,6 +173,7 @@ class Commons:
         store = None if self.reducer is None else self.reducer.store
         self.reducer = SharedReducer(engine.transport, self.reach, buckets, whole, exact=exact, store=store)
         self.views: list[Tensor] = []
+        self.by_site: list[bool] = []
         self.views_of: Tensor | None = None
         return self.reducer
 
@@ -186,13 +187,11 @@ class Commons:
         """
         assert self.reducer is not None
         by_site = yield from self.reducer.presence()
-        sites = [[s, *self.more_sites.get(k, ())] for k, s in self.first_site.items()]
-        present = dict(zip(self.first_site, (any(by_site[s] for s in each) for each in sites), strict=True))
-        self.present = [present.get(k, False) for k in range(len(self.names))]
-        self.pieces.part(self.present)
+        if by_site != self.by_site:
+            self._note_presence(by_site)
         sums = []
         for piece in self.pieces.pieces:
-            if not self.present[self.pieces.first_index(piece)]:
+            if not self.present[piece.first]:
                 piece.parameter.grad = None
                 continue
             grad = yield from self.reducer.fold(piece.start, piece.stop, piece.parameter.dtype)
@@ -203,6 +202,14 @@ class Commons:
         if factor != 1.0 and sums:
             torch._foreach_mul_(sums, factor)
         return sums
+
+    def _note_presence(self, by_site: Sequence[bool]) -> None:
+        """Take in which sites have a gradient in this step, and so which parameters are updated."""
+        self.by_site = list(by_site)
+        sites = [[s, *self.more_sites.get(k, ())] for k, s in self.first_site.items()]
+        present = dict(zip(self.first_site, (any(by_site[s] for s in each) for each in sites), strict=True))
+        self.present = [present.get(k, False) for k in range(len(self.names))]
+        self.pieces.part(self.present)
 
     def _add_sites(self, part: Part, grad: Tensor, by_site: Sequence[bool]) -> Steps:
         """Add what a parameter's further sites bring, the one used last first."""
@@ -258,6 +265,7 @@ class Commons:
     def load_states(self, states: dict[str, State]) -> None:
         """Take over an optimizer state by names of parameters: this rank's share of it."""
         index = {name: k for k, name in enumerate(self.names)}
+        self.by_site = []
         self.pieces.load({index[n]: s for n, s in states.items() if n in index})
 
 

@@ -58,7 +58,7 @@ class Gradients:
         # then autograd itself leaves the whole gradient in each parameter's .grad
         self.in_place = self.single and len(engine.dp_group) == 1 and len(engine.share.slots) == 1
         if engine.commons.active:
-            self.entered = engine.transport.all_gather(self._mark(), engine.dp_group)
+            self.entered = engine.transport.tell(self._mark(), engine.dp_group)
         else:
             self._begin_reducer()
 
@@ -68,9 +68,9 @@ class Gradients:
         known = self.staged.static and not engine.share.has_idle
         reducer.begin(len(engine.share.slots), engine.share.replicas, presence_known=known, likes=self.likes)
 
-    def _mark(self) -> Tensor:
+    def _mark(self) -> tuple[float, float]:
         """Say which sites' gradients this replica means to add up, and which parameters it trains."""
-        return torch.tensor([int(self.mark), self.engine.trainable])
+        return self.mark, float(self.engine.trainable & 0xFFFFFFFFFFFF)
 
     def wait_for_replicas(self) -> Generator[None, None, None]:
         """Before the first backward writes to shared rows: see that all replicas have begun, with the same sites.
@@ -81,7 +81,7 @@ class Gradients:
             return
         entered, self.entered = self.entered, None
         marks = yield from wait_for(entered)
-        if any(not torch.equal(mark, marks[0]) for mark in marks):
+        if any(mark != marks[0] for mark in marks):
             raise mixed_step(self.engine.step_index)
         fine = False
         if isinstance(self.reducer, SharedReducer) and self.engine.commons.trainable == self.engine.trainable:

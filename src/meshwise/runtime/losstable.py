@@ -6,7 +6,6 @@ import math
 from collections.abc import Generator, Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from ..errors import NonFiniteError
@@ -51,37 +50,29 @@ class LossTable:
         """Send this rank's microbatch losses on their way to all ranks, while gradients are on theirs."""
         if len(self.engine.world) == 1:
             return
-        mark, height = self.engine.gradients.mark, max(1, *self.engine.share.counts)
-        told = [[0.0, self.measures[m], mark] for m in self.engine.local]
-        told += [[0.0, 0.0, mark]] * (height - len(told))
-        rows = torch.tensor(told, dtype=torch.float64).to(self.engine.device)
-        if self.values:  # of all local microbatches, on the ranks that hold the last stage
-            values = [self.values[m] for m in self.engine.local]
-            rows[: len(values), 0] = torch.stack(values)
-        self.gathered = self.engine.transport.all_gather(rows, self.engine.world)
+        engine, height = self.engine, max(1, *self.engine.share.counts)
+        told = [engine.gradients.mark]
+        for m in engine.local:  # losses are on the ranks that hold the last stage
+            told += (float(self.values[m]) if m in self.values else 0.0, self.measures[m])
+        told += [0.0] * (1 + 2 * height - len(told))
+        self.gathered = engine.transport.tell(told, engine.world)
 
     def gather(self) -> Steps:
         """Give (losses, measures) of all microbatches of the step, in order."""
-        if len(self.engine.world) == 1:
-            return [float(self.values[m]) for m in self.engine.local], list(self.measures.values())
-        parts = yield from wait_for(self.gathered)
-        self._check_marks(parts)
+        engine = self.engine
+        if len(engine.world) == 1:
+            return [float(self.values[m]) for m in engine.local], list(self.measures.values())
+        rows = yield from wait_for(self.gathered)
+        if any(rows[rank][0] != engine.gradients.mark for rank in engine.dp_group):
+            raise mixed_step(engine.step_index)
         losses: list[float] = []
         measures: list[float] = []
-        pp_index = (self.engine.layout.num_stages - 1) % self.engine.layout.pp
-        for dp, count in enumerate(self.engine.share.counts):
-            part = parts[self.engine.mesh.rank(dp=dp, pp=pp_index)]
-            for loss, measure, _ in part[:count].tolist():
-                losses.append(loss)
-                measures.append(measure)
+        pp_index = (engine.layout.num_stages - 1) % engine.layout.pp
+        for dp, count in enumerate(engine.share.counts):
+            row = rows[engine.mesh.rank(dp=dp, pp=pp_index)]
+            losses += row[1 : 1 + 2 * count : 2]
+            measures += row[2 : 2 + 2 * count : 2]
         return losses, measures
-
-    def _check_marks(self, parts: list[Tensor]) -> None:
-        """Refuse a step whose replicas added up the gradients of different parameters."""
-        engine = self.engine
-        marks = {float(parts[rank][0, 2]) for rank in engine.dp_group}
-        if len(marks) > 1:
-            raise mixed_step(engine.step_index)
 
     def check(self, losses: Sequence[float]) -> bool:
         """Tell whether all losses are finite; raise when the job says to stop."""

@@ -32,6 +32,7 @@ class Piece:
     start: int
     stop: int
     group: int
+    first: int  # index of the (first) parameter that it holds
     parameter: nn.Parameter
 
 
@@ -107,7 +108,8 @@ class Pieces:
         flat = self.row[start:stop].view(first.dtype)
         if first.ndim == 0:
             flat = flat[0]
-        piece = Piece(start=start, stop=stop, group=self.groups[parts[0].index], parameter=nn.Parameter(flat))
+        index = parts[0].index
+        piece = Piece(start=start, stop=stop, group=self.groups[index], first=index, parameter=nn.Parameter(flat))
         if states[0] is not None:
             self.optimizer.state[piece.parameter] = self._join(parts, states, flat)
         self.pieces.append(piece)
@@ -176,10 +178,6 @@ class Pieces:
         """Give the elements of a piece that are those of a part."""
         low = (part.start - piece.start) // piece.parameter.element_size()
         return slice(low, low + part.high - part.low)
-
-    def first_index(self, piece: Piece) -> int:
-        """Give the index of the (first) parameter that a piece holds."""
-        return next(self._parts(piece.start, piece.stop)).index
 
     # ---- state -------------------------------------------------------------------------------------------
 
