@@ -85,12 +85,16 @@ class Waiter:
             if not self.peers[peer].lives():
                 if take(address):  # its last words
                     return
-                raise PeerLostError(f"connection closed by peer: rank {peer} ended, and rank {self.rank} waits for it")
+                raise self.lost(peer)
             if time.monotonic() - begun > self.deadline:
                 raise TimeoutError(
                     f"rank {self.rank} has waited {self.deadline:g} seconds for rank {peer}, which is alive: does it "
                     "do other steps than this one, or does it wait for something else?"
                 )
+
+    def lost(self, peer: int) -> PeerLostError:
+        """Make the error that says that a rank is gone."""
+        return PeerLostError(f"connection closed by peer: rank {peer} ended, and rank {self.rank} waits for it")
 
 
 def _take_within(address: int, seconds: float) -> bool:
@@ -114,9 +118,10 @@ class _Process:
         except (AttributeError, OSError):  # an old kernel, or gone already
             self.handle = None
 
-    def lives(self) -> bool:
+    def lives(self, patience: float = 0.0) -> bool:
+        """Tell whether the process lives, also after so many seconds (one that ends has closed its files before)."""
         if self.handle is not None:
-            return not select.select([self.handle], [], [], 0)[0]
+            return not select.select([self.handle], [], [], patience)[0]
         try:
             os.kill(self.pid, 0)
         except OSError:

@@ -23,7 +23,7 @@ from torch import Tensor
 from . import semaphores
 from .arena import Arena, Borrowed
 from .segment import Address, Segment, SharedMemoryError
-from .semaphores import SIZE, Waiter
+from .semaphores import SIZE, SLICE_SECONDS, Waiter
 from .transport import Group, Pending, done
 
 SLOTS = 32
@@ -164,10 +164,18 @@ class SharedTransport:
         else:
             if size:
                 address: Address = pickle.loads(self.control.map[start : start + size])
-                self.borrowed.add(source, segment, address)
+                self._map(source, segment, address)
             flat = self.borrowed.tensor(source, segment, at, length)
         semaphores.post(self.base + pair + FREE)
         return tag, flat
+
+    def _map(self, source: int, segment: int, address: Address) -> None:
+        try:
+            self.borrowed.add(source, segment, address)
+        except SharedMemoryError as error:
+            if self.waiter.peers[source].lives(patience=SLICE_SECONDS):
+                raise
+            raise self.waiter.lost(source) from error
 
     # ---- collectives -------------------------------------------------------------------------------------
 
