@@ -278,6 +278,7 @@ class Engine:
             yield from couple_forward(self, stage, k)
         if self.weigher.kind == "batch" and self.my_stages[-1] == self.layout.num_stages - 1:
             yield from couple_loss(self)
+        yield from self.gradients.wait_for_replicas()
         for stage, k in reversed(rows):
             yield from couple_backward(self, stage, k)
 
