@@ -7,6 +7,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import meshwise as mw
-from meshwise.launch import forkserver, settings
+from meshwise.launch import forkserver, memory, settings
 from meshwise.launch.local import run_ranks
 from meshwise.launch.rank import RankContext
 from meshwise.training import warm_for
@@ -156,3 +157,24 @@ def test_the_forkserver_has_one_thread() -> None:
         pytest.skip("ranks are spawned here")
     parent = run(lambda _: os.getppid(), 1)[0]
     assert len(os.listdir(f"/proc/{parent}/task")) == 1
+
+
+def test_memory_is_kept_only_while_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that goes on after training has its freed memory given back, and the user's own choice is left."""
+    for name in memory.CHOICES:
+        monkeypatch.delenv(name, raising=False)
+    calls: list[tuple[Any, ...]] = []
+    library = {
+        "mallopt": lambda *values: calls.append(values) or 1,
+        "malloc_trim": lambda pad: calls.append(("trim", pad)) or 1,
+    }
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setattr(memory.ctypes, "CDLL", lambda name: SimpleNamespace(**library))
+    with memory.freed_memory_kept():
+        kept = list(calls)
+    assert kept == [(memory.TRIM_THRESHOLD, memory.LARGEST_TRIM), (memory.MMAP_THRESHOLD, memory.LARGEST_MMAP)]
+    assert calls[2:] == [(memory.TRIM_THRESHOLD, memory.USUAL_TRIM), ("trim", 0)]
+    monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "0")
+    with memory.freed_memory_kept():
+        pass
+    assert len(calls) == 4

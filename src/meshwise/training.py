@@ -142,6 +142,7 @@ def _run(plan: _Plan, joined: bool, hear: Callable[[Event], None]) -> dict[str, 
     import torch.distributed as dist
 
     from .launch.local import run_ranks
+    from .launch.memory import freed_memory_kept
     from .session import Session
 
     if joined:
@@ -149,7 +150,7 @@ def _run(plan: _Plan, joined: bool, hear: Callable[[Event], None]) -> dict[str, 
             plan = replace(plan, folder=session.agree(plan.folder))
             return train_rank(session, plan, hear if session.rank == 0 else _ignore)
     if plan.layout.num_devices == 1 and not dist.is_initialized():
-        with Session(plan.job, plan.layout, devices=1, threads=plan.threads) as session:
+        with freed_memory_kept(), Session(plan.job, plan.layout, devices=1, threads=plan.threads) as session:
             return train_rank(session, plan, hear)
     results = run_ranks(
         lambda context: _rank_main(plan, context),
