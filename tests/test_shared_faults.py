@@ -366,7 +366,7 @@ def test_nothing_is_left_after_a_normal_end_or_an_error(nothing_left: Any) -> No
 @pytest.mark.parametrize("victims", [(0,), (1,), (0, 1)])
 def test_nothing_is_left_after_a_kill(victims: tuple[int, ...], nothing_left: Any) -> None:
     """A rank, or all of them, killed somewhere in a step: the run ends, names one of them, and nothing is left."""
-    listener = Listener(victims, random.randint(1, 150))
+    listener = Listener(victims, random.randint(1, 60))
     with pytest.raises(RankError) as caught:
         run(train_until(lambda rank, step: False), 2, on_event=listener)
     assert str(caught.value).splitlines()[0] in [f"rank {v} was ended by signal 9 (SIGKILL)" for v in victims]
