@@ -76,6 +76,7 @@ def _run_started(session: Session, span: Span, folder: Path, per_epoch: int | No
         folder=str(folder),
         notes=(batch_note(session), *session.notes),
         warnings=tuple(session.warnings),
+        offers=tuple(session.offers),
     )
 
 

@@ -29,6 +29,7 @@ class RunStarted(Event):
     folder: str
     notes: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
+    offers: tuple[str, ...] = ()  # faster settings that are the user's to choose
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +19,7 @@ from .errors import CheckpointError, LayoutError, MeshwiseError
 from .grid import microbatch_sizes, slot_ranges
 from .job import Job
 from .launch.environment import detect, device_for, num_devices
+from .launch.memory import freed_memory_kept
 from .launch.rank import join_environment
 from .layout import Layout
 from .parallel.connect import connect
@@ -25,6 +27,7 @@ from .parallel.packet import wait_for
 from .parallel.transport import Mailroom, MemoryTransport, Transport
 from .runtime.evaluate import evaluate
 from .runtime.look import look
+from .runtime.offers import Facts, offers, processor_flags
 from .runtime.state import WholeState, gather_state, restore_state
 from .runtime.step import StepBatch, StepResult
 from .runtime.worker import Worker, drive
@@ -99,9 +102,30 @@ class Session:
             )
         self.rank = rank
         self.device = device
+        self._open = contextlib.ExitStack()
+        if world == 1 and device.type == "cpu":  # ranks do so from their start
+            self._open.enter_context(freed_memory_kept())
         self.worker = Worker(job, self.layout, make_transport(self.layout, rank, device), device)
         self.warnings = look(job, self.worker.model, self.worker.staged) if rank == 0 else []
         self.notes = self.worker.notes
+        self.offers = offers(self._facts(world)) if rank == 0 else []
+
+    def _facts(self, world: int) -> Facts:
+        """Gather what decides which faster settings there are for the user to choose."""
+        convolutions = [m for m in self.model.modules() if isinstance(m, nn.Conv2d)]
+        return Facts(
+            device_type=self.device.type,
+            num_ranks=min(world, detect().local_world_size) if detect().world_size > 1 else world,
+            threads=torch.get_num_threads(),
+            num_cores=num_devices("cpu"),
+            precision=self.job.precision if all(p.dtype == torch.float32 for p in self.model.parameters()) else "mixed",
+            has_convolutions=bool(convolutions),
+            is_channels_last=any(
+                m.weight.is_contiguous(memory_format=torch.channels_last) and not m.weight.is_contiguous()
+                for m in convolutions
+            ),
+            flags=processor_flags(),
+        )
 
     def _join(self, threads: int | None) -> tuple[int, int, torch.device]:
         environment = detect()
@@ -127,6 +151,7 @@ class Session:
         """Leave the process group if this session joined it, and put the number of threads back."""
         self.worker.engine.gradients.remove_overlap()
         torch.set_num_threads(self._threads)
+        self._open.close()
         if self._own_group and dist.is_initialized():
             dist.destroy_process_group()
             self._own_group = False

@@ -142,7 +142,6 @@ def _run(plan: _Plan, joined: bool, hear: Callable[[Event], None]) -> dict[str, 
     import torch.distributed as dist
 
     from .launch.local import run_ranks
-    from .launch.memory import freed_memory_kept
     from .session import Session
 
     if joined:
@@ -150,7 +149,7 @@ def _run(plan: _Plan, joined: bool, hear: Callable[[Event], None]) -> dict[str, 
             plan = replace(plan, folder=session.agree(plan.folder))
             return train_rank(session, plan, hear if session.rank == 0 else _ignore)
     if plan.layout.num_devices == 1 and not dist.is_initialized():
-        with freed_memory_kept(), Session(plan.job, plan.layout, devices=1, threads=plan.threads) as session:
+        with Session(plan.job, plan.layout, devices=1, threads=plan.threads) as session:
             return train_rank(session, plan, hear)
     results = run_ranks(
         lambda context: _rank_main(plan, context),
@@ -198,6 +197,7 @@ def _write_facts(session: Session, plan: Any) -> None:
         ],
         "notes": session.notes,
         "warnings": session.warnings,
+        "offers": session.offers,
     }
     (plan.folder / "plan.json").write_text(json.dumps(facts, indent=2) + "\n")
 

@@ -63,6 +63,8 @@ class Progress:
             self.console.print(f"  {escape(note)}", style="dim", highlight=False, soft_wrap=True)
         for warning in event.warnings:
             self.console.print(f"  warning: {escape(warning)}", style="yellow", highlight=False, soft_wrap=True)
+        for offer in event.offers:
+            self.console.print(f"  faster: {escape(offer)}", style="dim", highlight=False, soft_wrap=True)
         self.num_epochs = event.num_epochs
         self.task = self.bar.add_task("training", total=event.num_steps or None, loss="")
         if self.console.is_terminal:
