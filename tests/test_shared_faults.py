@@ -28,7 +28,7 @@ from meshwise.job import Job
 from meshwise.launch.local import run_ranks
 from meshwise.launch.rank import RankContext
 from meshwise.parallel.connect import connect
-from meshwise.parallel.segment import Segment
+from meshwise.parallel.segment import Segment, SharedMemoryError
 from meshwise.parallel.semaphores import PeerLostError
 from meshwise.parallel.shared import SLOTS, SharedTransport
 from meshwise.parallel.transport import ProcessGroupTransport
@@ -234,6 +234,7 @@ def train_short(num_bytes: int, where: int) -> Callable[[RankContext], Any]:
                 session.step(batch)
             weights = {n: p.detach().clone() for n, p in session.model.named_parameters()}
             kind = type(session.worker.transport).__name__
+            assert not session.worker.engine.commons.active
         return weights, heard, kind, session.step_index
 
     return job
@@ -266,6 +267,33 @@ def _refuse_attach(job: Callable[[RankContext], Any]) -> Callable[[RankContext],
         return job(context)
 
     return refused
+
+
+def refuse_the(number: int) -> Callable[[RankContext], Any]:
+    """Let rank 0 have no memory when it asks for the n-th time, and train."""
+
+    def job(context: RankContext) -> Any:
+        create, asked = Segment.create, []
+
+        def maybe(num_bytes: int) -> Segment:
+            asked.append(num_bytes)
+            if context.rank == 0 and len(asked) == number:
+                raise SharedMemoryError("no more")
+            return create(num_bytes)
+
+        Segment.create = maybe  # type: ignore[method-assign,assignment]
+        return train_short(1 << 40, 0)(context)
+
+    return job
+
+
+@pytest.mark.parametrize("number", [2, 3], ids=["parameters", "gradients"])
+def test_training_goes_on_through_messages(number: int) -> None:
+    """Where memory cannot be had for parameters, or later for gradients, replicas exchange messages: the same bits."""
+    expected = train_in_memory(small_job(), "dp=1").params
+    for weights, heard, kind, steps in run(refuse_the(number), 2):
+        assert kind == SharedTransport.__name__ and steps == 3 and heard == []
+        assert all(same(weights[name], expected[name]) for name in expected)
 
 
 def test_what_is_demanded_is_not_replaced() -> None:
