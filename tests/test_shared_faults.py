@@ -405,7 +405,7 @@ SCRIPT = """
 import meshwise as mw
 from test_shared_faults import small_job
 def say(event):
-    if getattr(event, "step", 0) >= 3:
+    if getattr(event, "epoch", 0) >= 1:
         print("running", flush=True)
 if __name__ == "__main__":
     mw.train(small_job(epochs=10**6), layout="dp=2", progress=False, listeners=[say])
