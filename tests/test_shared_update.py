@@ -157,8 +157,7 @@ WHOLE: dict[str, Make] = {
 if not hasattr(torch.optim, "Muon"):  # torch 2.9 has it
     del WHOLE["muon"]
 each_elementwise = pytest.mark.parametrize("name", ELEMENTWISE)
-missed = pytest.mark.xfail(strict=True, reason="the trial has no stand-in of four dims")
-each_whole = pytest.mark.parametrize("name", [pytest.param(n, marks=missed) if n == "conv" else n for n in WHOLE])
+each_whole = pytest.mark.parametrize("name", WHOLE)
 
 
 class Matrices(nn.Module):
@@ -246,7 +245,6 @@ class TwoKinds(nn.Module):
         return out
 
 
-@pytest.mark.xfail(strict=True, reason="the trial has stand-ins of the first parameter's dtype alone")
 @pytest.mark.parametrize("name", ["momentum", "adam", "adagrad"])
 def test_a_group_of_two_dtypes(name: str) -> None:
     """Where a group holds parameters of two dtypes, replicas get one device's bits in both."""
@@ -269,14 +267,12 @@ class OneMemory(nn.Module):
         return out
 
 
-@pytest.mark.xfail(strict=True, reason="each parameter gets a place of its own in the row")
 def test_two_parameters_in_one_memory() -> None:
     """An update of one is seen in the other, on replicas as on one device."""
     job = job_of(OneMemory, 7, precision="own")
     assert_same_bits(train_in_memory(job, "dp=2"), train_in_memory(job, "dp=1"))
 
 
-@pytest.mark.xfail(strict=True, reason="the error ends the run")
 def test_a_kernel_that_does_not_tell_own_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where no private view of the row can be had, replicas exchange messages."""
 
@@ -713,7 +709,6 @@ def test_freezing_between_steps() -> None:
     assert steps == {"first.weight": 4.0, "second.weight": 6.0, "third.weight": 5.0}
 
 
-@pytest.mark.xfail(strict=True, reason="the reducer of messages is kept while the graph stays the same")
 def test_parameters_are_shared_again_after_freezing() -> None:
     """Once the same parameters are trained from step to step again, replicas share memory again."""
 
@@ -779,7 +774,6 @@ def test_ranks_that_are_out_of_step(monkeypatch: pytest.MonkeyPatch) -> None:
         assert all(same(a, b) for a, b in zip(weights, one.params.values(), strict=True))
 
 
-@pytest.mark.xfail(strict=True, reason="all ranks' gradients are one memory")
 def test_what_a_rank_does_to_its_gradients_is_its_own() -> None:
     """A rank that changes its ``.grad`` after a step changes no other rank's."""
     seen: list[list[float]] = []

@@ -30,7 +30,7 @@ class Block:
     segment: int
     at: int
     semaphore: int  # its address here
-    memory: Tensor  # uint8
+    memory: int  # the address of what follows it
 
 
 class Arena:
@@ -43,10 +43,8 @@ class Arena:
     def take(self, num_bytes: int) -> Block:
         """Give a free block of at least so many bytes. Raises SharedMemoryError where memory is short."""
         size = block_size(num_bytes)
-        blocks = self.blocks[size]
-        for k, block in enumerate(blocks):
+        for block in self.blocks[size]:  # the first free one: it is the likeliest to be in a cache
             if semaphores.take(block.semaphore):
-                blocks.append(blocks.pop(k))  # the one used longest ago is free first
                 return block
         self._grow(size)
         return self.take(num_bytes)
@@ -58,9 +56,8 @@ class Arena:
         for k in range(count):
             at = k * (HEAD + size)
             semaphores.create(base + at, 1)
-            memory = segment.bytes[at + HEAD : at + HEAD + size]
-            block = Block(segment=len(self.segments), at=at, semaphore=base + at, memory=memory)
-            self.blocks[size].insert(0, block)
+            block = Block(segment=len(self.segments), at=at, semaphore=base + at, memory=base + at + HEAD)
+            self.blocks[size].append(block)
         self.segments.append(segment)
 
 

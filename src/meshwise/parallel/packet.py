@@ -87,6 +87,8 @@ def _is_dense(tensor: Tensor) -> bool:
 
 def flat_bytes(tensor: Tensor, form: Form) -> Tensor:
     """View (or copy) what travels of a tensor as a flat array of bytes, in memory order."""
+    if tensor.is_contiguous():
+        return tensor.detach().view(-1).view(torch.uint8)
     core = unexpand(tensor.detach())
     if form.dense and core.numel():
         flat = core.as_strided((core.numel(),), (1,), core.storage_offset())

@@ -123,7 +123,6 @@ class PrivateView:
             self.pagemap = os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
             raise SharedMemoryError(f"/proc/self/pagemap cannot be read ({error.strerror})") from error
-        self.opened_by = os.getpid()
 
     def changed(self) -> list[tuple[int, int]]:
         """List the ranges of bytes that this process has written to (whole pages)."""

@@ -10,6 +10,7 @@ A send copies once; the tensor that is received is the sender's block.
 
 from __future__ import annotations
 
+import ctypes
 import pickle
 import struct
 import zlib
@@ -78,7 +79,8 @@ class SharedTransport:
 
     def send(self, tensor: Tensor, to: int, tag: int) -> None:
         """Send a contiguous tensor; never waits: where the ring is full it stays in the outbox."""
-        self._send(tensor.detach().reshape(-1).view(torch.uint8), to, tag)
+        assert tensor.is_contiguous()
+        self._send(tensor, to, tag)
 
     def _send(self, flat: Contents, to: int, tag: int) -> None:
         if not self.outbox[to] and semaphores.take(self.base + self._pair(self.rank, to) + FREE):
@@ -104,13 +106,12 @@ class SharedTransport:
             length = len(flat)
             self.control.map[start : start + length] = flat
             HEAD.pack_into(self.control.map, slot, tag, length, BYTES, 0, 0)
-        elif (length := flat.numel()) <= INLINE:
-            if length:
-                self.control.bytes[start : start + length].copy_(flat)
+        elif (length := flat.numel() * flat.element_size()) <= INLINE:
+            ctypes.memmove(self.base + start, flat.data_ptr(), length)
             HEAD.pack_into(self.control.map, slot, tag, length, HERE, 0, 0)
         else:
             block = self.arena.take(length)
-            block.memory[:length].copy_(flat)
+            ctypes.memmove(block.memory, flat.data_ptr(), length)
             address = self._address(to, block.segment)
             self.control.map[start : start + len(address)] = address
             HEAD.pack_into(self.control.map, slot, tag, length, block.segment, block.at, len(address))
@@ -160,7 +161,8 @@ class SharedTransport:
         if segment == BYTES:
             flat = self.control.map[start : start + length]
         elif segment == HERE:
-            flat = self.control.bytes[start : start + length].clone()
+            flat = torch.empty(length, dtype=torch.uint8)
+            ctypes.memmove(flat.data_ptr(), self.base + start, length)
         else:
             if size:
                 address: Address = pickle.loads(self.control.map[start : start + size])
@@ -243,12 +245,9 @@ class SharedTransport:
         collect = self._exchange(parts, group)
 
         def wait() -> Tensor:
-            mine = parts[group.index(self.rank)]
-            first, *rest = (t.view(flat.dtype) for t in collect())
-            total = first.clone() if first.data_ptr() == mine.data_ptr() else first
-            for part in rest:
-                total += part
-            mine.copy_(total)
+            me = group.index(self.rank)
+            mine = parts[me]
+            _add_in_order([t.view(flat.dtype) for t in collect()], me)
             for place, row in zip(parts, self._exchange([mine] * len(group), group)(), strict=True):
                 if place is not mine:
                     place.copy_(row.view(flat.dtype))
@@ -291,6 +290,19 @@ class SharedTransport:
         problems = [p for p in self.all_gather_object(problem, group).wait() if p]
         self.note = problems[0] if problems else ""
         return done(None if problems else segment)
+
+
+def _add_in_order(parts: list[Tensor], me: int) -> None:
+    """Add up all parts, the first to the second and so on, into the own one (a + b is b + a)."""
+    mine = parts[me]
+    if me < 2:
+        for part in (*parts[1 - me : 2 - me], *parts[2:]):
+            mine += part
+        return
+    total = parts[0]
+    for part in parts[1:]:
+        total += part
+    mine.copy_(total)
 
 
 def _later(wait: Callable[[], Any]) -> Pending:

@@ -218,9 +218,19 @@ class SharedReducer:
     @property
     def sums(self) -> Tensor:
         """Give the row that holds the sums once every member has folded its share."""
-        first = next((cover[0] for cover in self.covers if cover), None)
         assert self.store is not None
-        return self.store.row(0, 0) if first is None else self.rows[first]
+        return self.store.row(self._first, 0)
+
+    @property
+    def place_of_sums(self) -> tuple[Segment, int]:
+        """Give the segment in which that row is, and the byte at which it begins."""
+        assert self.store is not None
+        return self.store.segment, self._first * self.store.rows * self.store.row_bytes
+
+    @property
+    def _first(self) -> int:
+        """Give the first member of this host that has a slot."""
+        return next((k for k, cover in enumerate(self.covers) if cover), 0)
 
     def presence(self) -> Generator[None, None, Sequence[bool]]:
         """Tell for each site whether any replica has brought a gradient (all must have launched)."""

@@ -12,6 +12,7 @@ gradients, sparse gradients, an optimizer that looks at whole parameters), gradi
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Generator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,7 @@ from ..model.codegen import PART_BITS, Site
 from ..model.stages import Staged
 from ..parallel.packet import wait_for
 from ..parallel.rows import NOWHERE, RowLayout, SharedParameters, is_dense, view_like
+from ..parallel.segment import PrivateView, SharedMemoryError
 from ..parallel.shared_reduce import Reach, SharedReducer
 from .elementwise import allows_pieces, kernel_chosen, kernels_for
 from .pieces import Part, Pieces, State, whole_state
@@ -46,6 +48,7 @@ class Commons:
         self.reason = ""  # why it is not in use
         self.kernel = ""
         self.reducer: SharedReducer | None = None
+        self.shared: Any = None  # SharedParameters, once it is active
 
     # ---- beginning -------------------------------------------------------------------------------------
 
@@ -93,6 +96,8 @@ class Commons:
             return "the device has memory of its own"
         if not parameters or not all(is_dense(p) and p.numel() for p in parameters):
             return "a parameter does not fill its memory"
+        if _overlap(parameters):
+            return "two parameters are in one memory"
         if engine.hooks:
             return "gradient hooks want whole gradients"
         if any(len(engine.book.placed.ranks(n)) > 1 for n in self.names):
@@ -109,11 +114,16 @@ class Commons:
         parameters = [engine.parameters[n] for n in self.names]
         layout = RowLayout.of(parameters)
         segment = yield from wait_for(engine.transport.share(layout.num_bytes, self.reach.here))
-        fine = yield from wait_for(engine.transport.all_gather_object(segment is not None, engine.dp_group))
-        if segment is None or not all(fine):
-            self.reason = engine.transport.note or "another host has not enough memory"
+        problem = engine.transport.note or "memory cannot be shared" if segment is None else ""
+        try:
+            self.shared = SharedParameters(segment, parameters, layout) if segment is not None else None
+        except SharedMemoryError as error:
+            problem = str(error)
+        problems = yield from wait_for(engine.transport.all_gather_object(problem, engine.dp_group))
+        self.reason = next((p for p in problems if p), "")
+        if self.reason:
             return
-        self.shared = SharedParameters(segment, parameters, layout)
+        assert self.shared is not None
         me, count = self.reach.here.index(engine.transport.rank), len(self.reach.here)
         if me == 0:
             self.shared.publish()
@@ -174,7 +184,8 @@ class Commons:
         self.reducer = SharedReducer(engine.transport, self.reach, buckets, whole, exact=exact, store=store)
         self.views: list[Tensor] = []
         self.by_site: list[bool] = []
-        self.views_of: Tensor | None = None
+        self.seen: PrivateView | None = None  # the sums as the user sees them: what it does to them stays its own
+        self.seen_at: Any = None
         return self.reducer
 
     def _parameter(self, name: str) -> Tensor:
@@ -226,11 +237,15 @@ class Commons:
     def show_gradients(self) -> None:
         """Let the parameters' ``.grad`` be the sums (whole once every member has folded its share)."""
         assert self.reducer is not None
-        if not self.views or self.views_of is not self.reducer.sums:
-            self.views_of = self.reducer.sums
-            parameters = self.shared.parameters
-            offsets = self.shared.layout.offsets
-            self.views = [view_like(self.views_of, o, p) for o, p in zip(offsets, parameters, strict=True)]
+        segment, offset = self.reducer.place_of_sums
+        if self.seen is None or self.seen_at != (segment, offset):
+            self.seen, self.seen_at = PrivateView(segment, offset, self.shared.layout.num_bytes), (segment, offset)
+            pairs = zip(self.shared.layout.offsets, self.shared.parameters, strict=True)
+            self.views = [view_like(self.seen.bytes, o, p) for o, p in pairs]
+        elif any(view._version for view in self.views):  # the user has changed some since the last step
+            self.seen.forget(self.seen.changed())
+            pairs = zip(self.shared.layout.offsets, self.shared.parameters, strict=True)
+            self.views = [view_like(self.seen.bytes, o, p) for o, p in pairs]
         for parameter, view, present in zip(self.shared.parameters, self.views, self.present, strict=True):
             parameter.grad = view if present else None
 
@@ -238,7 +253,7 @@ class Commons:
 
     def take_changes(self) -> list[tuple[int, int]]:
         """Take what the user's code has written to parameters on all ranks; give the ranges of the row."""
-        changed = self.shared.changed()
+        changed: list[tuple[int, int]] = self.shared.changed()
         self.shared.take_over(changed, self.pieces.share)
         return changed
 
@@ -280,6 +295,12 @@ def site_position(staged: Staged, site: Site) -> int:
 def _own(value: Any) -> Any:
     """Copy a part of a tensor, or its pickle would hold the whole."""
     return value.clone() if isinstance(value, Tensor) else value
+
+
+def _overlap(parameters: Sequence[Tensor]) -> bool:
+    """Tell whether some parameters have memory in common."""
+    spans = sorted((p.data_ptr(), p.data_ptr() + p.numel() * p.element_size()) for p in parameters)
+    return any(stop > start for (_, stop), (start, _) in itertools.pairwise(spans))
 
 
 def _has_sparse(engine: Engine) -> bool:

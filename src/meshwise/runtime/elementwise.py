@@ -20,11 +20,12 @@ from torch.optim import optimizer as optim
 from ..parallel.rows import RowLayout, view_like
 from .pieces import Pieces
 
-SHAPES = ((40, 30), (1500,), (3, 5, 7))  # of the stand-ins: more than one page, odd ends
+ODD = ((), (1500,), (40, 30), (3, 5, 77), (10, 9, 3, 5))  # shapes of stand-ins by dims: odd ends, some over a page
 LANES = 64  # elements: whole vectors of every processor
-WHOLE_SHAPES = ((64,), (30, 64), (3, 5, 128))
+WHOLE = ((), (192,), (30, 64), (3, 5, 128), (5, 3, 4, 64))  # the same of whole lanes
 RATES = (1.0, 1.0, 0.37, 1.9, 0.0123, 7.3, 0.61, 1.0, 0.83, 2.7)  # of a step's learning rate to the first: a kernel
 # that rounds its factors in another way agrees at one rate and in early steps, but not at ten
+EACH = 3  # stand-ins at most of one dtype and number of dims in a group
 KERNELS = ("fused", "foreach")
 
 log = logging.getLogger("meshwise")
@@ -40,7 +41,7 @@ def allows_pieces(optimizer: torch.optim.Optimizer, kernel: str = "") -> bool:
 
 def same_bits(optimizer: torch.optim.Optimizer, kernel: str) -> bool:
     """Tell whether a kernel gives the bits of the optimizer's own loop, on parameters of whole :data:`LANES`."""
-    return _is_plain(optimizer) and _agrees(optimizer, lambda o, p: _run_whole(o, p, kernel), WHOLE_SHAPES)
+    return _is_plain(optimizer) and _agrees(optimizer, lambda o, p: _run_whole(o, p, kernel), WHOLE)
 
 
 class FusedUpdate:
@@ -114,7 +115,7 @@ def _is_plain(optimizer: torch.optim.Optimizer) -> bool:
     return not any((*hooks, *everywhere))
 
 
-def _agrees(optimizer: torch.optim.Optimizer, run: Any, shapes: Sequence[tuple[int, ...]] = SHAPES) -> bool:
+def _agrees(optimizer: torch.optim.Optimizer, run: Any, shapes: Sequence[tuple[int, ...]] = ODD) -> bool:
     try:
         expected = _run_whole(*_stand_in(optimizer, shapes))
         found = run(*_stand_in(optimizer, shapes))
@@ -131,16 +132,22 @@ def _bits(tensor: Tensor) -> Tensor:
 def _stand_in(
     optimizer: torch.optim.Optimizer, shapes: Sequence[tuple[int, ...]]
 ) -> tuple[torch.optim.Optimizer, list[list[nn.Parameter]]]:
-    """Copy an optimizer with small parameters in place of each group's own, and without state."""
+    """Copy an optimizer without state, with small parameters in place of each group's: one of each dtype and dims.
+
+    ``shapes[n]`` is that of a stand-in of n dims.
+    """
     generator = torch.Generator().manual_seed(0)
     memo: dict[int, Any] = {id(optimizer.state): defaultdict(dict)}
     groups: list[list[nn.Parameter]] = []
     for group in optimizer.param_groups:
-        dtype = group["params"][0].dtype if group["params"] else torch.float32
-        mine = [nn.Parameter(_numbers(shape, generator).to(dtype)) for shape in shapes]
+        kinds: dict[tuple[torch.dtype, int, int], nn.Parameter] = {}
         for k, parameter in enumerate(group["params"]):
-            memo[id(parameter)] = mine[k % len(mine)]
-        groups.append(mine if group["params"] else [])
+            kind = (parameter.dtype, parameter.ndim, k % EACH)
+            if kind not in kinds:
+                shape = shapes[parameter.ndim] if parameter.ndim < len(shapes) else (2,) * (parameter.ndim - 1) + (64,)
+                kinds[kind] = nn.Parameter(_numbers(shape, generator).to(parameter.dtype))
+            memo[id(parameter)] = kinds[kind]
+        groups.append(list(kinds.values()))
     twin = copy.deepcopy(optimizer, memo)
     vars(twin).pop("step", None)  # a scheduler's wrapper would run the original
     twin._optimizer_step_pre_hooks, twin._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
@@ -196,7 +203,8 @@ def _run_pieces(twin: torch.optim.Optimizer, groups: list[list[nn.Parameter]], k
             view_like(sums, offset, grad).copy_(grad)
         for half in halves:
             for piece in half.pieces:
-                piece.parameter.grad = sums[piece.start : piece.stop].view(piece.parameter.dtype)
+                grad = sums[piece.start : piece.stop].view(piece.parameter.dtype)
+                piece.parameter.grad = grad if piece.parameter.ndim else grad[0]
             with kernel_chosen(half.optimizer, kernel):
                 half.optimizer.step()
     return [view_like(row, o, p) for o, p in zip(layout.offsets, parameters, strict=True)]

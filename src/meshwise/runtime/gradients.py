@@ -38,7 +38,7 @@ class Gradients:
         self.bucket_of: dict[tuple[int, int], list[int]] = {}
         self.overlap_hooks: list[Any] = []
         self.overlap_for: int | None = None  # the set of trainable parameters that the hooks were made for
-        self.armed = False
+        self.armed = self.single = self.in_place = False
         self.mark = 0.0
         self.unsettled: tuple[int, int, int, list[Tensor | None]] | None = None
         self.sums: dict[tuple[int, Site], Tensor | None] = {}
@@ -95,11 +95,12 @@ class Gradients:
 
     def _setup(self, staged: Staged) -> None:
         engine = self.engine
-        if self.staged is staged:
+        fits = not engine.commons.active or isinstance(self.reducer, SharedReducer)
+        if self.staged is staged and fits:
             return
         self.staged = staged
         sites = [(s, site) for s in engine.my_stages for site in staged.sites(s)]
-        if self.reducer is not None and sites == self.sites:
+        if self.reducer is not None and sites == self.sites and fits:
             return
         self.remove_overlap()
         self.sites, self.bucket_of = sites, {}
