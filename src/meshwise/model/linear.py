@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-LARGE = 1 << 18  # elements of a weight from which a copy costs more than a Python function in the backward
+LARGE = 1 << 17  # elements of a weight from which a copy costs more than a Python function in the backward
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, places: list[Tensor | None] | None, k: int) -> Tensor:

@@ -6,8 +6,11 @@ its kind; afterwards both sides remember it, unless the graph's shapes may depen
 
 from __future__ import annotations
 
+import functools
+import itertools
+import operator
 import pickle
-from collections.abc import Generator, Hashable
+from collections.abc import Generator, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,31 +31,63 @@ class Form:
     dtype: torch.dtype
     requires_grad: bool
     dense: bool  # the elements fill their memory; else the packet holds a contiguous copy
+    contiguous: bool
+    num_bytes: int  # that travel
+
+
+@dataclass(frozen=True)
+class Header:
+    """Describe the tensors of a packet, and where each begins in its bytes."""
+
+    forms: tuple[Form | None, ...]
+
+    @functools.cached_property
+    def alone(self) -> int | None:
+        """Give the place of the packet's only tensor: it travels as it is; None where there are none or several."""
+        present = [k for k, form in enumerate(self.forms) if form is not None]
+        return present[0] if len(present) == 1 else None
+
+    @functools.cached_property
+    def offsets(self) -> tuple[int, ...]:
+        """Give the byte at which each tensor begins, and after the last one the length of all."""
+        sizes = (0 if form is None else -(-form.num_bytes // 64) * 64 for form in self.forms)
+        return (0, *itertools.accumulate(sizes))
 
     @property
     def num_bytes(self) -> int:
-        """Count the bytes that travel."""
-        count = 1
-        for size, stride in zip(self.shape, self.stride, strict=True):
-            count *= size if stride != 0 or size < 2 else 1
-        return count * self.dtype.itemsize
+        """Count the bytes of the packet."""
+        if self.alone is None:
+            return self.offsets[-1]
+        form = self.forms[self.alone]
+        assert form is not None
+        return form.num_bytes
 
 
-Header = tuple[Form | None, ...]
+def _usual_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Give the strides of a tensor that torch itself would make in this shape."""
+    products = itertools.accumulate((max(1, size) for size in reversed(shape[1:])), operator.mul, initial=1)
+    return tuple(products)[::-1] if shape else ()
 
 
 def form_of(tensor: Tensor | None) -> Form | None:
     """Describe a tensor."""
     if tensor is None:
         return None
+    core = unexpand(tensor)
     return Form(
-        tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.requires_grad, _is_dense(unexpand(tensor))
+        shape=tuple(tensor.shape),
+        stride=tensor.stride(),
+        dtype=tensor.dtype,
+        requires_grad=tensor.requires_grad,
+        dense=_is_dense(core),
+        contiguous=tensor.stride() == _usual_strides(tensor.shape),
+        num_bytes=core.numel() * core.element_size(),
     )
 
 
 def _fits(tensors: tuple[Tensor | None, ...], header: Header) -> bool:
     """Tell whether tensors still look as the header says."""
-    return len(tensors) == len(header) and all(map(_alike, tensors, header))
+    return len(tensors) == len(header.forms) and all(map(_alike, tensors, header.forms))
 
 
 def _alike(tensor: Tensor | None, form: Form | None) -> bool:
@@ -86,9 +121,9 @@ def _is_dense(tensor: Tensor) -> bool:
 
 
 def flat_bytes(tensor: Tensor, form: Form) -> Tensor:
-    """View (or copy) what travels of a tensor as a flat array of bytes, in memory order."""
-    if tensor.is_contiguous():
-        return tensor.detach().view(-1).view(torch.uint8)
+    """View (or copy) what travels of a tensor, contiguous and in memory order; as bytes where it is no whole one."""
+    if form.contiguous:
+        return tensor.detach()
     core = unexpand(tensor.detach())
     if form.dense and core.numel():
         flat = core.as_strided((core.numel(),), (1,), core.storage_offset())
@@ -99,6 +134,8 @@ def flat_bytes(tensor: Tensor, form: Form) -> Tensor:
 
 def restore(flat: Tensor, form: Form) -> Tensor:
     """Rebuild a tensor of ``form`` from its bytes."""
+    if form.contiguous:
+        return flat.view(form.dtype).view(form.shape)
     core = tuple(s if st != 0 or s < 2 else 1 for s, st in zip(form.shape, form.stride, strict=True))
     values = flat.view(form.dtype)
     if form.dense:
@@ -108,14 +145,6 @@ def restore(flat: Tensor, form: Form) -> Tensor:
         tensor = torch.empty(span, dtype=form.dtype, device=flat.device).as_strided(core, form.stride)
         tensor.copy_(values.view(core))
     return tensor.expand(form.shape)
-
-
-def _offsets(header: Header) -> tuple[list[int], int]:
-    offsets, total = [], 0
-    for form in header:
-        offsets.append(total)
-        total += -(-form.num_bytes // 64) * 64 if form is not None else 0
-    return offsets, total
 
 
 class Courier:
@@ -134,26 +163,25 @@ class Courier:
         """Send a packet; ``key`` names packets that look alike, ``static`` says that they always do."""
         header = self.sent.get(key) if static else None
         if header is None:
-            header = tuple(form_of(t) for t in tensors)
-            data = torch.frombuffer(bytearray(pickle.dumps(header)), dtype=torch.uint8).to(self.device)
+            header = Header(tuple(form_of(t) for t in tensors))
+            data = torch.frombuffer(bytearray(pickle.dumps(header.forms)), dtype=torch.uint8).to(self.device)
             self.transport.send(torch.tensor([data.numel()], device=self.device), to, tag + 2 * HEADER_TAG)
             self.transport.send(data, to, tag + HEADER_TAG)
             self.sent[key] = header
         assert _fits(tensors, header), f"packet {key} changed its form: {header} -> {tuple(map(form_of, tensors))}"
-        payload = self._payload(tensors, header)
-        if payload.numel():
-            self.num_bytes += payload.numel()
-            self.transport.send(payload, to, tag)
+        if header.num_bytes:
+            self.num_bytes += header.num_bytes
+            self.transport.send(self._payload(tensors, header), to, tag)
 
     def _payload(self, tensors: tuple[Tensor | None, ...], header: Header) -> Tensor:
-        present = [(t, f) for t, f in zip(tensors, header, strict=True) if t is not None and f is not None]
-        if len(present) == 1:
-            return flat_bytes(*present[0])
-        offsets, total = _offsets(header)
-        payload = torch.empty(total, dtype=torch.uint8, device=self.device)
-        for tensor, form, offset in zip(tensors, header, offsets, strict=True):
+        if header.alone is not None:
+            tensor, form = tensors[header.alone], header.forms[header.alone]
+            assert tensor is not None and form is not None
+            return flat_bytes(tensor, form)
+        payload = torch.empty(header.num_bytes, dtype=torch.uint8, device=self.device)
+        for tensor, form, offset in zip(tensors, header.forms, header.offsets, strict=False):
             if tensor is not None and form is not None:
-                payload[offset : offset + form.num_bytes].copy_(flat_bytes(tensor, form))
+                payload[offset : offset + form.num_bytes].copy_(flat_bytes(tensor, form).reshape(-1).view(torch.uint8))
         return payload
 
     def post(self, source: int, tag: int, key: Hashable, *, static: bool) -> PostedPacket | None:
@@ -162,8 +190,7 @@ class Courier:
         return self._post(source, tag, header) if header is not None else None
 
     def _post(self, source: int, tag: int, header: Header) -> PostedPacket:
-        present = [f for f in header if f is not None]
-        total = present[0].num_bytes if len(present) == 1 else _offsets(header)[1]
+        total = header.num_bytes
         return PostedPacket(header, self.transport.receive(total, source, tag) if total else None, self.device)
 
     def receive(
@@ -175,7 +202,7 @@ class Courier:
             length = yield from wait_for(self.transport.receive(8, source, tag + 2 * HEADER_TAG))
             size = int(length.view(torch.int64))
             data = yield from wait_for(self.transport.receive(size, source, tag + HEADER_TAG))
-            self.known[key] = pickle.loads(bytes(data.cpu().numpy()))
+            self.known[key] = Header(pickle.loads(bytes(data.cpu().numpy())))
             posted = self._post(source, tag, self.known[key])
         return (yield from posted.finish())
 
@@ -194,14 +221,11 @@ class PostedPacket:
             buffer = yield from wait_for(self.pending)
         else:
             buffer = torch.empty(0, dtype=torch.uint8, device=self.device)
-        alone = sum(f is not None for f in self.header) == 1
-        offsets, _ = _offsets(self.header)
-        return tuple(
-            None
-            if f is None
-            else _leaf(buffer[0 if alone else o : (0 if alone else o) + f.num_bytes], f)
-            for f, o in zip(self.header, offsets, strict=True)
-        )
+        header = self.header
+        if header.alone is not None:
+            return tuple(None if form is None else _leaf(buffer, form) for form in header.forms)
+        pairs = zip(header.forms, header.offsets, strict=False)
+        return tuple(None if f is None else _leaf(buffer[o : o + f.num_bytes], f) for f, o in pairs)
 
 
 def _leaf(flat: Tensor, form: Form) -> Tensor:

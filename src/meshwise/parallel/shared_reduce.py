@@ -137,6 +137,7 @@ class SharedReducer:
         self.own = {node[0]: node for node in self.covers[self.me]}  # by first slot
         self.stack = TreeStack(self.total, *self.reach.hosts(self.ranges)[self.host][self.me])
         self.views: dict[tuple[int, Range], Grads] = {}
+        self.parts: dict[tuple[int, int, torch.dtype], dict[Range, Tensor]] = {}  # pieces of all rows
         self.aims: dict[tuple[int, int, int], Grads] = {}  # the same by segment of a stage, kept by whoever asks
 
     def begin(
@@ -244,7 +245,10 @@ class SharedReducer:
 
     def fold(self, start: int, stop: int, dtype: torch.dtype) -> Generator[None, None, Tensor]:
         """Add up bytes ``start .. stop-1`` of all nodes in tree order; give the sums, a flat tensor of ``dtype``."""
-        parts = {node: row[start:stop].view(dtype) for node, row in self.rows.items()}
+        key = (start, stop, dtype)
+        if key not in self.parts:
+            self.parts[key] = {node: row[start:stop].view(dtype) for node, row in self.rows.items()}
+        parts = self.parts[key]
         if len(self.reach.across) > 1:
             return (yield from self._fold_across(parts, self.sums[start:stop].view(dtype)))
         return tree_fold(self.total, parts, _add) if self.exact else _add_up(list(parts.values()))

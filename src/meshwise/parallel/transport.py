@@ -112,6 +112,7 @@ class ProcessGroupTransport:
 
     def send(self, tensor: Tensor, to: int, tag: int) -> None:
         """Send without waiting; even tags go one way of the pipeline, odd tags the other."""
+        tensor = tensor.reshape(-1).view(torch.uint8)
         work = dist.isend(tensor, to, group=self.lanes[tag % 2], tag=tag if self.tagged else 0)
         self.outbox.append((work, tensor))
         if len(self.outbox) > 64:

@@ -27,7 +27,7 @@ from ..parallel.packet import wait_for
 from ..parallel.rows import NOWHERE, RowLayout, SharedParameters, is_dense, view_like
 from ..parallel.segment import PrivateView, SharedMemoryError
 from ..parallel.shared_reduce import Reach, SharedReducer
-from .elementwise import allows_pieces, kernel_chosen, kernels_for
+from .elementwise import allows_pieces, bare_step, kernel_chosen, kernels_for
 from .pieces import Part, Pieces, State, whole_state
 
 if TYPE_CHECKING:
@@ -262,7 +262,7 @@ class Commons:
         optimizer = self.engine.optimizer
         assert optimizer is not None
         with kernel_chosen(optimizer, self.kernel):
-            optimizer.step()
+            bare_step(optimizer)
 
     # ---- state -----------------------------------------------------------------------------------------
 
