@@ -42,14 +42,21 @@ def create(address: int, value: int = 0) -> None:
         raise OSError(ctypes.get_errno(), "sem_init")
 
 
-def post(address: int) -> None:
-    """Add one; never waits."""
-    _quick.sem_post(ctypes.c_void_p(address))
+def _quick_call(name: str) -> Any:
+    """Give a C function that takes an address, or a stand-in where the platform has none (see :func:`available`)."""
+    call = getattr(_quick, name, None)
+    if call is not None:
+        call.argtypes = [ctypes.c_void_p]
+    return call
+
+
+post = _quick_call("sem_post")  # post(address) adds one; it never waits
+trywait = _quick_call("sem_trywait")  # trywait(address) takes one and gives 0, or gives -1 at once
 
 
 def take(address: int) -> bool:
     """Take one if there is one."""
-    return not _quick.sem_trywait(ctypes.c_void_p(address))
+    return not trywait(address)
 
 
 class Waiter:
@@ -62,15 +69,12 @@ class Waiter:
         self.rank, self.spins, self.deadline = rank, spins, deadline
         self.peers = {peer: _Process(pid) for peer, pid in peers.items()}
         self.meanwhile: Callable[[], None] = lambda: None
-        self.trywait = _quick.sem_trywait
-        self.trywait.argtypes = [ctypes.c_void_p]
 
     def wait(self, address: int, peer: int) -> None:
         """Take one, waiting for ``peer`` to post it.
 
         Raises PeerLostError when that rank is gone, TimeoutError when it does not post for too long.
         """
-        trywait = self.trywait
         for _ in range(self.spins):
             if not trywait(address):
                 return

@@ -52,6 +52,8 @@ class SharedTransport:
         self.places = {r: k for k, r in enumerate(processes)}
         self.note = ""  # why memory could not be shared
         self.base = control.bytes.data_ptr()
+        self.to = {r: self._pair(rank, r) for r in processes}
+        self.source = {r: self._pair(r, rank) for r in processes}
         others = {r: pid for r, pid in processes.items() if r != rank}
         self.waiter = Waiter(rank, others, spins=spins)
         self.waiter.meanwhile = self._push_on
@@ -73,6 +75,7 @@ class SharedTransport:
         return control
 
     def _pair(self, source: int, to: int) -> int:
+        """Give where the semaphores and the ring of two ranks begin in the control segment."""
         return (self.places[source] * len(self.places) + self.places[to]) * PAIR
 
     # ---- sending -----------------------------------------------------------------------------------------
@@ -83,7 +86,7 @@ class SharedTransport:
         self._send(tensor, to, tag)
 
     def _send(self, flat: Contents, to: int, tag: int) -> None:
-        if not self.outbox[to] and semaphores.take(self.base + self._pair(self.rank, to) + FREE):
+        if not self.outbox[to] and semaphores.take(self.base + self.to[to] + FREE):
             self._put(flat, to, tag)
         else:
             self.outbox[to].append((flat, tag))
@@ -92,13 +95,13 @@ class SharedTransport:
     def _push_on(self) -> None:
         """Send what is in the outbox, as far as there is room."""
         for to, waiting in self.outbox.items():
-            while waiting and semaphores.take(self.base + self._pair(self.rank, to) + FREE):
+            while waiting and semaphores.take(self.base + self.to[to] + FREE):
                 flat, tag = waiting.popleft()
                 self._put(flat, to, tag)
 
     def _put(self, flat: Contents, to: int, tag: int) -> None:
         """Fill the next slot, which is free."""
-        pair = self._pair(self.rank, to)
+        pair = self.to[to]
         slot = pair + RING + self.sent[to] % SLOTS * SLOT
         self.sent[to] += 1
         start = slot + CONTENTS
@@ -128,7 +131,7 @@ class SharedTransport:
         """Wait until everything is on its way."""
         for to, waiting in self.outbox.items():
             while waiting:
-                free = self.base + self._pair(self.rank, to) + FREE
+                free = self.base + self.to[to] + FREE
                 self.waiter.wait(free, to)
                 semaphores.post(free)  # the wait itself may have sent the last message
                 self._push_on()
@@ -151,7 +154,7 @@ class SharedTransport:
 
     def _next(self, source: int) -> tuple[int, Contents]:
         """Empty the next slot of a ring, waiting for it to be filled."""
-        pair = self._pair(source, self.rank)
+        pair = self.source[source]
         self.waiter.wait(self.base + pair + FILLED, source)
         slot = pair + RING + self.got[source] % SLOTS * SLOT
         self.got[source] += 1
@@ -193,11 +196,16 @@ class SharedTransport:
         if form.size > INLINE:
             pending = self.all_gather(torch.tensor(row, dtype=torch.float64), group)
             return _later(lambda: [tuple(part.tolist()) for part in pending.wait()])
-        tag, mine = self._tag(group), form.pack(*row)
+        told = self._tell(form.pack(*row), group)
+        return _later(lambda: [form.unpack(data) for data in told()])
+
+    def _tell(self, mine: bytes, group: Group) -> Callable[[], list[bytes]]:
+        """Send the same few bytes to all members; give what collects theirs."""
+        tag = self._tag(group)
         for member in group:
             if member != self.rank:
                 self._send(mine, member, tag)
-        return _later(lambda: [tuple(row) if m == self.rank else form.unpack(self._take(m, tag)) for m in group])
+        return lambda: [mine if m == self.rank else self._take(m, tag) for m in group]
 
     def _exchange(self, parts: Sequence[Tensor], group: Group) -> Callable[[], list[Tensor]]:
         """Send the j-th tensor to member j; give what collects theirs as flat bytes, the own part untouched."""
@@ -211,8 +219,15 @@ class SharedTransport:
     def all_gather(self, tensor: Tensor, group: Group) -> Pending:
         """List every member's tensor."""
         mine = tensor.contiguous().clone()
-        collect = self._exchange([mine] * len(group), group)
-        return _later(lambda: [t.view(mine.dtype).view(mine.shape) for t in collect()])
+        if mine.numel() * mine.element_size() > INLINE or not mine.numel():
+            collect = self._exchange([mine] * len(group), group)
+            return _later(lambda: [t.view(mine.dtype).view(mine.shape) for t in collect()])
+        told = self._tell(ctypes.string_at(mine.data_ptr(), mine.numel() * mine.element_size()), group)
+
+        def wait() -> list[Tensor]:
+            return [torch.frombuffer(bytearray(data), dtype=mine.dtype).view(mine.shape) for data in told()]
+
+        return _later(wait)
 
     def all_gather_object(self, value: Any, group: Group) -> Pending:
         """List every member's value."""
@@ -263,11 +278,11 @@ class SharedTransport:
         """Say that this rank is here, and wait for every member."""
         others = [m for m in group if m != self.rank]
         for member in others:
-            semaphores.post(self.base + self._pair(self.rank, member) + MET)
+            semaphores.post(self.base + self.to[member] + MET)
 
         def wait() -> None:
             for member in others:
-                self.waiter.wait(self.base + self._pair(member, self.rank) + MET, member)
+                self.waiter.wait(self.base + self.source[member] + MET, member)
 
         return _later(wait)
 
