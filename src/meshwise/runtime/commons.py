@@ -105,7 +105,7 @@ class Commons:
         if _has_sparse(engine):
             return "gradients are sparse"
         if not allows_pieces(engine.optimizer):
-            return "the optimizer does not treat every element by itself"
+            return "the optimizer is not known to treat every element by itself"
         return ""
 
     def _move_in(self) -> Steps:

@@ -1,7 +1,8 @@
 """What may be done to an optimizer without changing a bit of its result: found out by trying it on small stand-ins.
 
 An optimizer may update pieces of parameters if it treats every element by itself; a fused or foreach kernel may take
-the place of its loop if the bits are the same. Both are tried on copies, with the optimizer's own options.
+the place of its loop if the bits are the same. Both are tried on copies, with the optimizer's own options, and only
+for torch's own optimizers: code that nobody has read may do something else at a later step than it was tried for.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ LANES = 64  # elements: whole vectors of every processor
 WHOLE = ((), (192,), (30, 64), (3, 5, 128), (5, 3, 4, 64))  # the same of whole lanes
 RATES = (1.0, 1.0, 0.37, 1.9, 0.0123, 7.3, 0.61, 1.0, 0.83, 2.7)  # of a step's learning rate to the first: a kernel
 # that rounds its factors in another way agrees at one rate and in early steps, but not at ten
+SCHEDULED: tuple[dict[str, float], ...] = ({}, {"weight_decay": 0.01}, {"momentum": 0.9})  # what a schedule may bring
 EACH = 3  # stand-ins at most of one dtype and number of dims in a group
 KERNELS = ("fused", "foreach")
 
@@ -36,12 +38,17 @@ def allows_pieces(optimizer: torch.optim.Optimizer, kernel: str = "") -> bool:
 
     ``kernel``: the pieces are updated by that kernel, whole parameters by the optimizer as it is.
     """
-    return _is_plain(optimizer) and _agrees(optimizer, lambda o, p: _run_pieces(o, p, kernel))
+    return _is_known(optimizer) and all(
+        _agrees(optimizer, lambda o, p: _run_pieces(o, p, kernel), ODD, values)
+        for values in (SCHEDULED if kernel else ({},))
+    )
 
 
 def same_bits(optimizer: torch.optim.Optimizer, kernel: str) -> bool:
     """Tell whether a kernel gives the bits of the optimizer's own loop, on parameters of whole :data:`LANES`."""
-    return _is_plain(optimizer) and _agrees(optimizer, lambda o, p: _run_whole(o, p, kernel), WHOLE)
+    return _is_known(optimizer) and all(
+        _agrees(optimizer, lambda o, p: _run_whole(o, p, kernel), WHOLE, values) for values in SCHEDULED
+    )
 
 
 class FusedUpdate:
@@ -82,8 +89,6 @@ class FusedUpdate:
 def kernels_for(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
     """List the kernels that may be tried: those of torch's own optimizers, where the user has chosen none."""
     groups = optimizer.param_groups
-    if not type(optimizer).__module__.startswith("torch.optim"):
-        return ()
     if any(group.get(kernel) is not None for group in groups for kernel in KERNELS):
         return ()
     fused = () if torch.get_num_threads() > 1 else ("fused",)  # it would part the elements by thread
@@ -96,8 +101,7 @@ def bare_step(optimizer: torch.optim.Optimizer) -> None:
     For a small model that is a tenth of a step.
     """
     raw = getattr(type(optimizer).step, "__wrapped__", None)
-    own = vars(optimizer).get("step")  # a scheduler's, which notes that a step was made, or the user's
-    if raw is None or not _is_plain(optimizer) or not (own is None or hasattr(own, "_wrapped_by_lr_sched")):
+    if raw is None or not _is_known(optimizer):
         optimizer.step()
         return
     optimizer._opt_called = True  # type: ignore[attr-defined]
@@ -122,17 +126,25 @@ def kernel_chosen(optimizer: torch.optim.Optimizer, kernel: str) -> Iterator[Non
 # ---- trying ----------------------------------------------------------------------------------------------
 
 
-def _is_plain(optimizer: torch.optim.Optimizer) -> bool:
-    """Tell whether nothing but the optimizer itself runs in its step."""
+def _is_known(optimizer: torch.optim.Optimizer) -> bool:
+    """Tell whether an optimizer is torch's own and nothing else runs in its step."""
+    own = vars(optimizer).get("step")  # a scheduler's, which only notes that a step was made, or the user's
+    if not type(optimizer).__module__.startswith("torch.optim."):
+        return False
+    if own is not None and not hasattr(own, "_wrapped_by_lr_sched"):
+        return False
     hooks = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
     everywhere = (optim._global_optimizer_pre_hooks, optim._global_optimizer_post_hooks)
     return not any((*hooks, *everywhere))
 
 
-def _agrees(optimizer: torch.optim.Optimizer, run: Any, shapes: Sequence[tuple[int, ...]] = ODD) -> bool:
+def _agrees(
+    optimizer: torch.optim.Optimizer, run: Any, shapes: Sequence[tuple[int, ...]], values: dict[str, float]
+) -> bool:
+    """Tell whether a way to step gives the bits of the plain one, with some options set to other values."""
     try:
-        expected = _run_whole(*_stand_in(optimizer, shapes))
-        found = run(*_stand_in(optimizer, shapes))
+        expected = _run_whole(*_stand_in(optimizer, shapes, values))
+        found = run(*_stand_in(optimizer, shapes, values))
     except Exception as error:  # noqa: BLE001 - whatever an optimizer raises on stand-ins
         log.debug("the optimizer does not work on stand-ins: %s: %s", type(error).__name__, error)
         return False
@@ -144,7 +156,7 @@ def _bits(tensor: Tensor) -> Tensor:
 
 
 def _stand_in(
-    optimizer: torch.optim.Optimizer, shapes: Sequence[tuple[int, ...]]
+    optimizer: torch.optim.Optimizer, shapes: Sequence[tuple[int, ...]], values: dict[str, float]
 ) -> tuple[torch.optim.Optimizer, list[list[nn.Parameter]]]:
     """Copy an optimizer without state, with small parameters in place of each group's: one of each dtype and dims.
 
@@ -167,6 +179,7 @@ def _stand_in(
     twin._optimizer_step_pre_hooks, twin._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
     for group, mine in zip(twin.param_groups, groups, strict=True):
         group["params"] = list(mine)
+        group.update({key: value for key, value in values.items() if key in group})
     return twin, groups
 
 
@@ -178,12 +191,18 @@ def _numbers(shape: Sequence[int], generator: torch.Generator) -> Tensor:
 def _steps(twins: Sequence[torch.optim.Optimizer], parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     """Give the gradients of each step, the learning rates being set."""
     generator = torch.Generator().manual_seed(1)
-    first = [group["lr"] for group in twins[0].param_groups]
+    first = [_rate(group) for group in twins[0].param_groups]
     for rate in RATES:
         for twin in twins:
             for group, lr in zip(twin.param_groups, first, strict=True):
-                group["lr"] = lr * rate if isinstance(lr, float) else lr
+                group["lr"] = lr * rate
         yield [_numbers(p.shape, generator).to(p.dtype) for p in parameters]
+
+
+def _rate(group: dict[str, Any]) -> Any:
+    """Give a learning rate that shows what a step does: a schedule may well begin at 0."""
+    found = (group["lr"], group.get("initial_lr", 0.0), 0.01)
+    return next(lr for lr in found if float(lr))
 
 
 def _run_whole(twin: torch.optim.Optimizer, groups: list[list[nn.Parameter]], kernel: str = "") -> list[Tensor]:
