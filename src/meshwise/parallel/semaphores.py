@@ -10,6 +10,7 @@ import ctypes
 import errno
 import os
 import select
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -19,8 +20,9 @@ SPINS = 400  # tries before blocking where every rank has a core, some 100 micro
 SLICE_SECONDS = 0.05  # of blocking, between looks at whether the other rank lives
 DEADLINE_SECONDS = 1800.0  # as torch.distributed's
 
-_quick: Any = ctypes.PyDLL(None)  # keeps the interpreter's lock: a call takes a fifth of a microsecond
-_blocking: Any = ctypes.CDLL(None, use_errno=True)  # lets it go
+_here = sys.platform != "win32"  # where a process finds its own C library
+_quick: Any = ctypes.PyDLL(None) if _here else None  # keeps the interpreter's lock: a call takes a fifth of a microsecond
+_blocking: Any = ctypes.CDLL(None, use_errno=True) if _here else None  # lets it go
 
 
 class PeerLostError(ConnectionError):
