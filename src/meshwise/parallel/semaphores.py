@@ -21,8 +21,9 @@ SLICE_SECONDS = 0.05  # of blocking, between looks at whether the other rank liv
 DEADLINE_SECONDS = 1800.0  # as torch.distributed's
 
 _here = sys.platform != "win32"  # where a process finds its own C library
-_quick: Any = ctypes.PyDLL(None) if _here else None  # keeps the interpreter's lock: a call takes a fifth of a microsecond
-_blocking: Any = ctypes.CDLL(None, use_errno=True) if _here else None  # lets it go
+# The first keeps the interpreter's lock, so that a call takes a fifth of a microsecond; the second lets it go.
+_quick: Any = ctypes.PyDLL(None) if _here else None
+_blocking: Any = ctypes.CDLL(None, use_errno=True) if _here else None
 
 
 class PeerLostError(ConnectionError):
