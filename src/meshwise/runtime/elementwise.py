@@ -27,6 +27,7 @@ WHOLE = ((), (192,), (30, 64), (3, 5, 128), (5, 3, 4, 64))  # the same of whole 
 RATES = (1.0, 1.0, 0.37, 1.9, 0.0123, 7.3, 0.61, 1.0, 0.83, 2.7)  # of a step's learning rate to the first: a kernel
 # that rounds its factors in another way agrees at one rate and in early steps, but not at ten
 SCHEDULED: tuple[dict[str, float], ...] = ({}, {"weight_decay": 0.01}, {"momentum": 0.9})  # what a schedule may bring
+LEAST_RATE = 1e-3
 EACH = 3  # stand-ins at most of one dtype and number of dims in a group
 KERNELS = ("fused", "foreach")
 
@@ -201,8 +202,10 @@ def _steps(twins: Sequence[torch.optim.Optimizer], parameters: Sequence[Tensor])
 
 def _rate(group: dict[str, Any]) -> Any:
     """Give a learning rate that shows what a step does: a schedule may well begin at 0."""
-    found = (group["lr"], group.get("initial_lr", 0.0), 0.01)
-    return next(lr for lr in found if float(lr))
+    lr = group["lr"]
+    if float(lr) >= LEAST_RATE:
+        return lr
+    return torch.full_like(lr, 0.01) if isinstance(lr, Tensor) else 0.01
 
 
 def _run_whole(twin: torch.optim.Optimizer, groups: list[list[nn.Parameter]], kernel: str = "") -> list[Tensor]:
