@@ -315,7 +315,7 @@ def test_a_trial_leaves_the_optimizer_as_it_was() -> None:
         p.grad = torch.ones_like(p)
     optimizer.step()
     state, before = repr(optimizer.state_dict()), [(p.detach().clone(), p.grad) for p in parameters]
-    assert allows_pieces(optimizer) and FusedUpdate(optimizer) is not None
+    assert allows_pieces(optimizer) and FusedUpdate(optimizer, least=0) is not None
     assert all(same(p, old) and p.grad is grad for p, (old, grad) in zip(parameters, before, strict=True))
     assert repr(optimizer.state_dict()) == state
     assert [group["params"] for group in optimizer.param_groups] == [parameters[:1], parameters[1:]]
@@ -577,7 +577,7 @@ def test_the_fused_update_gives_the_bits_of_the_loop(name: str) -> None:
         return parameters, ELEMENTWISE[name]([{"params": parameters[:5]}, {"params": parameters[5:], "lr": 0.3}])
 
     (mine, optimizer), (theirs, loop) = make(), make()
-    fused = FusedUpdate(optimizer)
+    fused = FusedUpdate(optimizer, least=0)
     before = [list(group["params"]) for group in optimizer.param_groups]
     generator = torch.Generator().manual_seed(4)
     for step in range(6):

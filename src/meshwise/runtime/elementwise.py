@@ -59,9 +59,11 @@ class FusedUpdate:
     by its vectors it rounds in another way.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, least: int = 1 << 20) -> None:
         self.optimizer = optimizer
-        self.fused = "fused" in kernels_for(optimizer) and same_bits(optimizer, "fused")
+        count = sum(p.numel() for group in optimizer.param_groups for p in group["params"])
+        large = count >= least  # else two calls cost more than the memory they spare
+        self.fused = large and "fused" in kernels_for(optimizer) and same_bits(optimizer, "fused")
 
     def step(self) -> None:
         """Update all parameters that have a gradient."""
