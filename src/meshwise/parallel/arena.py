@@ -81,11 +81,12 @@ class Borrowed:
     def tensor(self, source: int, number: int, at: int, num_bytes: int) -> Tensor:
         """Give a block's first bytes as a tensor; the block is free again when the tensor's memory is let go."""
         segment = self.segments[source, number]
-        if num_bytes not in self.kinds:
-            self.kinds[num_bytes] = type("Loan", (ctypes.c_char * num_bytes,), {"__del__": _give_back})
-        loan = self.kinds[num_bytes].from_buffer(segment.map, at + HEAD)
+        size = block_size(num_bytes)
+        if size not in self.kinds:
+            self.kinds[size] = type("Loan", (ctypes.c_char * size,), {"__del__": _give_back})
+        loan = self.kinds[size].from_buffer(segment.map, at + HEAD)
         loan.semaphore, loan.process = segment.bytes.data_ptr() + at, os.getpid()
-        return torch.frombuffer(loan, dtype=torch.uint8)
+        return torch.frombuffer(loan, dtype=torch.uint8, count=num_bytes)
 
 
 def _give_back(loan: Any) -> None:
