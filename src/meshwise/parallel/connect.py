@@ -19,6 +19,7 @@ from .shared import SharedTransport
 from .transport import Group, ProcessGroupTransport, Transport
 
 VARIABLE = "MESHWISE_TRANSPORT"  # auto (default), shared or gloo
+DEADLINE_VARIABLE = "MESHWISE_DEADLINE"  # seconds
 HOST_VARIABLE = "MESHWISE_HOST"  # parts the ranks of one machine as if they were on several (for tests)
 CHOICES = ("auto", "shared", "gloo")
 BOOT = Path("/proc/sys/kernel/random/boot_id")
@@ -30,16 +31,17 @@ def connect(rank: int, groups: Sequence[Group], device: torch.device) -> Transpo
     """Make the transport of one rank. Every rank calls it, the default process group being joined.
 
     CPU ranks of one host use shared memory where they can; the environment variable ``MESHWISE_TRANSPORT`` (the same
-    on all ranks) may be ``shared`` to demand it or ``gloo`` to do without. Raises LayoutError where it is demanded
-    and cannot be had.
+    on all ranks) may be ``shared`` to demand it or ``gloo`` to do without. ``MESHWISE_DEADLINE`` is how many seconds
+    a rank waits through shared memory for another one that lives but does not answer (default 1800). Raises LayoutError
+    where shared memory is demanded and cannot be had, and for a value that neither variable can have.
     """
     wanted = os.environ.get(VARIABLE, "auto")
     if wanted not in CHOICES:
         raise LayoutError(f"{VARIABLE}={wanted!r} is not one of {', '.join(CHOICES)}.")
-    why = f"{VARIABLE}=gloo"
+    deadline, why = _deadline(), f"{VARIABLE}=gloo"
     if wanted != "gloo":
         hosts, processes, why = _hosts(device)
-        inside = None if why else _share(rank, next(host for host in hosts if rank in host), processes)
+        inside = None if why else _share(rank, next(host for host in hosts if rank in host), processes, deadline)
         why = why or _first_problem(inside)
         if isinstance(inside, SharedTransport) and not why:
             return inside if len(hosts) == 1 else _join(inside, groups, hosts, device)
@@ -73,7 +75,7 @@ def _hosts(device: torch.device) -> tuple[list[Group], dict[int, int], str]:
     return hosts, {r: pid for r, (_, _, pid) in enumerate(facts)}, problem
 
 
-def _share(rank: int, host: Group, processes: dict[int, int]) -> SharedTransport | str:
+def _share(rank: int, host: Group, processes: dict[int, int], deadline: float) -> SharedTransport | str:
     """Make the transport through the shared memory of a host, or say why not. Every rank calls it."""
     control: Segment | None = None
     told: Any = None
@@ -91,7 +93,19 @@ def _share(rank: int, host: Group, processes: dict[int, int]) -> SharedTransport
     except SharedMemoryError as error:
         return str(error)
     spins = semaphores.spins_for(len(host), torch.get_num_threads())
-    return SharedTransport(rank, control, {r: processes[r] for r in host}, spins=spins)
+    return SharedTransport(rank, control, {r: processes[r] for r in host}, spins=spins, deadline=deadline)
+
+
+def _deadline() -> float:
+    """Read how long a rank waits for another one, in seconds."""
+    text = os.environ.get(DEADLINE_VARIABLE, str(semaphores.DEADLINE_SECONDS))
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not seconds > 0:
+        raise LayoutError(f"{DEADLINE_VARIABLE}={text!r} is not a number of seconds above 0.")
+    return seconds
 
 
 def _first_problem(found: SharedTransport | str | None) -> str:

@@ -11,11 +11,12 @@ A send copies once; the tensor that is received is the sender's block.
 from __future__ import annotations
 
 import ctypes
+import itertools
 import pickle
 import struct
 import zlib
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from torch import Tensor
 from . import semaphores
 from .arena import Arena, Borrowed
 from .segment import Address, Segment, SharedMemoryError
-from .semaphores import SIZE, SLICE_SECONDS, Waiter
+from .semaphores import DEADLINE_SECONDS, SIZE, SLICE_SECONDS, Waiter
 from .transport import Group, Pending, done
 
 SLOTS = 32
@@ -37,16 +38,26 @@ SLOT = CONTENTS + INLINE
 FILLED, FREE, MET = 0, SIZE, 2 * SIZE  # semaphores of a pair of ranks, before its ring
 RING = 4 * SIZE
 PAIR = RING + SLOTS * SLOT
-COLLECTIVE = 1 << 40  # tags of collectives lie above those of a program
+COLLECTIVE = 1 << 60  # tags of collectives lie above those of a program
+ROUNDS_BITS = 26  # of them; the name of the group stands above these
 
 
 class SharedTransport:
     """Reach the other ranks of this host. Every rank makes it, with the control segment of all.
 
-    ``processes`` maps the ranks of this host to their process numbers; ``spins`` as in :class:`Waiter`.
+    ``processes`` maps the ranks of this host to their process numbers; ``spins`` and ``deadline`` are
+    those of a :class:`Waiter`.
     """
 
-    def __init__(self, rank: int, control: Segment, processes: Mapping[int, int], *, spins: int) -> None:
+    def __init__(
+        self,
+        rank: int,
+        control: Segment,
+        processes: Mapping[int, int],
+        *,
+        spins: int,
+        deadline: float = DEADLINE_SECONDS,
+    ) -> None:
         self.rank, self.control = rank, control
         self.members = tuple(processes)
         self.places = {r: k for k, r in enumerate(processes)}
@@ -55,14 +66,14 @@ class SharedTransport:
         self.to = {r: self._pair(rank, r) for r in processes}
         self.source = {r: self._pair(r, rank) for r in processes}
         others = {r: pid for r, pid in processes.items() if r != rank}
-        self.waiter = Waiter(rank, others, spins=spins)
+        self.waiter = Waiter(rank, others, spins=spins, deadline=deadline)
         self.waiter.meanwhile = self._push_on
         self.arena, self.borrowed = Arena(), Borrowed()
         self.known: set[tuple[int, int]] = set()  # (rank, own segment): it has mapped it
         self.sent, self.got = dict.fromkeys(processes, 0), dict.fromkeys(processes, 0)
         self.outbox: dict[int, deque[tuple[Contents, int]]] = {r: deque() for r in processes}
         self.arrived: dict[int, defaultdict[int, deque[Contents]]] = {r: defaultdict(deque) for r in processes}
-        self.rounds: defaultdict[Group, int] = defaultdict(int)
+        self.tags: dict[Group, Iterator[int]] = {}
 
     @staticmethod
     def make_control(count: int) -> Segment:
@@ -92,12 +103,13 @@ class SharedTransport:
             self.outbox[to].append((flat, tag))
             self._push_on()
 
-    def _push_on(self) -> None:
-        """Send what is in the outbox, as far as there is room."""
+    def _push_on(self) -> bool:
+        """Send what is in the outbox, as far as there is room; tell whether something is left."""
         for to, waiting in self.outbox.items():
             while waiting and semaphores.take(self.base + self.to[to] + FREE):
                 flat, tag = waiting.popleft()
                 self._put(flat, to, tag)
+        return any(self.outbox.values())
 
     def _put(self, flat: Contents, to: int, tag: int) -> None:
         """Fill the next slot, which is free."""
@@ -110,7 +122,7 @@ class SharedTransport:
             self.control.map[start : start + length] = flat
             HEAD.pack_into(self.control.map, slot, tag, length, BYTES, 0, 0)
         elif (length := flat.numel() * flat.element_size()) <= INLINE:
-            ctypes.memmove(self.base + start, flat.data_ptr(), length)
+            semaphores.copy(self.base + start, flat.data_ptr(), length)
             HEAD.pack_into(self.control.map, slot, tag, length, HERE, 0, 0)
         else:
             block = self.arena.take(length)
@@ -140,12 +152,24 @@ class SharedTransport:
 
     def receive(self, num_bytes: int, source: int, tag: int) -> Pending:
         """Give the next tensor that ``source`` sends under ``tag``."""
-        return _later(lambda: self._take(source, tag))
+
+        def wait() -> Tensor:
+            found: Tensor = self._take(source, tag)
+            if found.numel() != num_bytes:
+                raise RuntimeError(
+                    f"rank {self.rank} expects {num_bytes} bytes from rank {source} (tag {tag}), which sent "
+                    f"{found.numel()}; do both run the same step of the same model?"
+                )
+            return found
+
+        return _later(wait)
 
     def _take(self, source: int, tag: int) -> Any:
         arrived = self.arrived[source]
-        while not arrived[tag]:
+        while tag not in arrived:
             found, flat = self._next(source)
+            if found == tag:
+                return flat
             arrived[found].append(flat)
         first = arrived[tag].popleft()
         if not arrived[tag]:
@@ -165,7 +189,7 @@ class SharedTransport:
             flat = self.control.map[start : start + length]
         elif segment == HERE:
             flat = torch.empty(length, dtype=torch.uint8)
-            ctypes.memmove(flat.data_ptr(), self.base + start, length)
+            semaphores.copy(flat.data_ptr(), self.base + start, length)
         else:
             if size:
                 address: Address = pickle.loads(self.control.map[start : start + size])
@@ -186,9 +210,9 @@ class SharedTransport:
 
     def _tag(self, group: Group) -> int:
         """Number the collectives of a group, all members alike."""
-        self.rounds[group] += 1
-        name = zlib.crc32(repr(group).encode()) & 0xFFFF
-        return COLLECTIVE + (name << 20) + (self.rounds[group] & 0xFFFFF)
+        if group not in self.tags:
+            self.tags[group] = itertools.count(COLLECTIVE + (zlib.crc32(repr(group).encode()) << ROUNDS_BITS))
+        return next(self.tags[group])
 
     def tell(self, row: Sequence[float], group: Group) -> Pending:
         """List every member's row of numbers; long ones go as tensors."""
