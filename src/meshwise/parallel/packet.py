@@ -53,7 +53,7 @@ class Header:
         sizes = (0 if form is None else -(-form.num_bytes // 64) * 64 for form in self.forms)
         return (0, *itertools.accumulate(sizes))
 
-    @property
+    @functools.cached_property
     def num_bytes(self) -> int:
         """Count the bytes of the packet."""
         if self.alone is None:
@@ -135,7 +135,8 @@ def flat_bytes(tensor: Tensor, form: Form) -> Tensor:
 def restore(flat: Tensor, form: Form) -> Tensor:
     """Rebuild a tensor of ``form`` from its bytes."""
     if form.contiguous:
-        return flat.view(form.dtype).view(form.shape)
+        values = flat.view(form.dtype)
+        return values.view(*form.shape) if form.shape else values.view(())  # numbers are read faster than a tuple
     core = tuple(s if st != 0 or s < 2 else 1 for s, st in zip(form.shape, form.stride, strict=True))
     values = flat.view(form.dtype)
     if form.dense:
@@ -217,13 +218,15 @@ class PostedPacket:
 
     def finish(self) -> Generator[None, None, tuple[Tensor | None, ...]]:
         """Wait for the packet and rebuild its tensors; those that want a gradient become leaves."""
-        if self.pending is not None:
-            buffer = yield from wait_for(self.pending)
+        header, pending = self.header, self.pending
+        if pending is not None:
+            while not pending.ready():
+                yield
+            buffer = pending.wait()
         else:
             buffer = torch.empty(0, dtype=torch.uint8, device=self.device)
-        header = self.header
         if header.alone is not None:
-            return tuple(None if form is None else _leaf(buffer, form) for form in header.forms)
+            return tuple([None if form is None else _leaf(buffer, form) for form in header.forms])
         pairs = zip(header.forms, header.offsets, strict=False)
         return tuple(None if f is None else _leaf(buffer[o : o + f.num_bytes], f) for f, o in pairs)
 
