@@ -27,7 +27,7 @@ from meshwise.errors import LayoutError, RankError
 from meshwise.job import Job
 from meshwise.launch.local import run_ranks
 from meshwise.launch.rank import RankContext
-from meshwise.parallel.connect import connect
+from meshwise.parallel.connect import _deadline, connect
 from meshwise.parallel.segment import Segment, SharedMemoryError
 from meshwise.parallel.semaphores import PeerLostError
 from meshwise.parallel.shared import SLOTS, SharedTransport
@@ -307,6 +307,20 @@ def test_an_unknown_transport_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("MESHWISE_TRANSPORT", "shm")
     with pytest.raises(LayoutError, match="MESHWISE_TRANSPORT='shm' is not one of auto, shared, gloo."):
         run(train_short(SHORT, 0), 2)
+
+
+@pytest.mark.parametrize("text", ["soon", "0", "nan", "-3"])
+def test_a_deadline_that_is_none_is_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A deadline has to be a number of seconds."""
+    monkeypatch.setenv("MESHWISE_DEADLINE", text)
+    with pytest.raises(LayoutError, match=f"MESHWISE_DEADLINE='{text}' is not a number of seconds above 0."):
+        _deadline()
+
+
+def test_the_deadline_is_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks wait as long as MESHWISE_DEADLINE says."""
+    monkeypatch.setenv("MESHWISE_DEADLINE", "77.5")
+    assert run(lambda context: connect(context.rank, [], context.device).waiter.deadline, 2) == [77.5] * 2
 
 
 # ---- nothing is left -------------------------------------------------------------------------------------------

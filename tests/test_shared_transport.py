@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import ctypes
+import fcntl
 import gc
 import multiprocessing
 import os
+import resource
+import signal
+import subprocess
 import sys
 from collections.abc import Callable, Generator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +26,7 @@ from meshwise.parallel import semaphores
 from meshwise.parallel.arena import Arena, Borrowed, block_size
 from meshwise.parallel.connect import connect
 from meshwise.parallel.segment import Segment
-from meshwise.parallel.shared import FREE, INLINE, SLOTS, SharedTransport
+from meshwise.parallel.shared import COLLECTIVE, FREE, INLINE, SLOTS, SharedTransport
 from meshwise.parallel.transport import Group, Mailroom, MemoryTransport, Pending, Transport
 from meshwise.runtime.worker import drive, drive_together
 from scenarios import same
@@ -324,9 +330,9 @@ def test_the_end_of_a_flush_may_come_while_it_waits() -> None:
     for k in range(SLOTS + 1):
         first.send(torch.tensor([k]), 1, 1)
 
-    def meanwhile() -> None:
+    def meanwhile() -> bool:
         taken.extend(int(second.receive(8, 0, 1).wait().view(torch.int64)) for _ in range(2) if len(taken) < SLOTS)
-        first._push_on()
+        return first._push_on()
 
     taken: list[int] = []
     first.waiter.meanwhile = meanwhile
@@ -343,9 +349,120 @@ def test_a_slot_is_free_once_its_message_is_taken() -> None:
     for k in range(5 * SLOTS):
         first.send(torch.full((k % 3,), k), 1, 1)
         second.send(torch.full((BIG,), k % 251, dtype=torch.uint8), 0, 1)
-        assert second.receive(0, 0, 1).wait().view(torch.int64).tolist() == [k] * (k % 3)
+        assert second.receive(8 * (k % 3), 0, 1).wait().view(torch.int64).tolist() == [k] * (k % 3)
         assert first.receive(BIG, 1, 1).wait()[-1] == k % 251
     assert len(first.arena.segments) == 0 and len(second.arena.segments) == 1
+
+
+class Interrupted(Exception):
+    pass
+
+
+def test_a_signal_ends_a_wait() -> None:
+    """A handler that raises (as Ctrl-C does) ends a wait that blocks, and no message is lost by it."""
+    first, second = pair()
+
+    def interrupt(number: int, frame: Any) -> None:
+        raise Interrupted
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        with pytest.raises(Interrupted):
+            second.receive(8, 0, 1).wait()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    first.send(torch.tensor([5]), 1, 1)
+    assert second.receive(8, 0, 1).wait().view(torch.int64).item() == 5
+
+
+def test_a_message_of_another_length_is_refused() -> None:
+    """Ranks that have got out of step are told so at the message, not by a shape somewhere later."""
+    first, second = pair()
+    first.send(torch.zeros(3), 1, 7)
+    with pytest.raises(RuntimeError, match=r"rank 1 expects 8 bytes from rank 0 \(tag 7\), which sent 12"):
+        second.receive(8, 0, 7).wait()
+
+
+def test_groups_number_their_collectives_apart() -> None:
+    """Groups of the same ranks, in any order of calls, never share a tag, and none is a tag of a program."""
+    (transport, _), groups = pair(), [(0, 1), (0, 1, 2), (1, 2), (0, 2), (0,)]
+    tags = [transport._tag(group) for _ in range(50) for group in groups]
+    assert len(set(tags)) == len(tags)
+    assert all(COLLECTIVE <= tag < 1 << 63 for tag in tags)
+
+
+def test_sizes_of_all_kinds_need_few_types() -> None:
+    """A receiver of ever other sizes keeps nothing for each of them, and sees just the bytes that were sent."""
+    arena, borrowed = Arena(), Borrowed()
+    sizes = range(1 << 16, 1 << 17, 997)
+    for size in sizes:
+        assert len(borrow(arena, borrowed, size)) == size
+    assert len(borrowed.kinds) == len(arena.blocks) <= 9 < len(sizes)
+
+
+# ---- the life of another process ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("handles", [True, False], ids=["by handle", "by number"])
+def test_the_end_of_a_process_is_seen(handles: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process lives until it ends: also before its parent has heard of it, and where the kernel gives no handles."""
+    if not handles:
+        monkeypatch.delattr(os, "pidfd_open")
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    watched = semaphores._Process(child.pid)
+    assert (watched.handle is not None) == handles and watched.lives()
+    child.kill()
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # ended, its number not given back
+    assert not watched.lives()
+    child.communicate()
+    assert not watched.lives()
+
+
+def test_a_later_process_of_the_same_number_is_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the kernel gives no handles, a process that began at another time is not the one that was watched."""
+    monkeypatch.delattr(os, "pidfd_open")
+    watched = semaphores._Process(os.getpid())
+    assert watched.lives() and watched.begun is not None
+    watched.begun -= 1
+    assert not watched.lives()
+
+
+def test_a_process_with_many_files_can_wait() -> None:
+    """Whether another lives is also seen by a process whose files have numbers from 1024 on."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < 2048:
+        pytest.skip("this system allows too few files")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2048), hard))
+    try:
+        watched = semaphores._Process(os.getpid())
+        assert watched.handle is not None
+        high = fcntl.fcntl(watched.handle, fcntl.F_DUPFD_CLOEXEC, 1500)
+        os.close(watched.handle)
+        watched.handle = high
+        assert watched.lives()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_wait_works_without_a_clock_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With an older C library a wait goes by the wall's clock: it ends when its time is up, or with a post."""
+    libc = SimpleNamespace(sem_timedwait=semaphores._blocking.sem_timedwait)
+    monkeypatch.setattr(semaphores, "_blocking", libc)
+    segment = Segment.create(64)
+    address = segment.bytes.data_ptr()
+    semaphores._timed_call.cache_clear()
+    try:
+        ctypes.CDLL(None).sem_init(ctypes.c_void_p(address), 1, 0)
+        assert not semaphores._take_within(address, 0.01)
+        semaphores.post(address)
+        assert semaphores._take_within(address, 10)
+    finally:
+        semaphores._timed_call.cache_clear()
+
+
+# ---- blocks ------------------------------------------------------------------------------------------------
 
 
 def borrow(arena: Arena, borrowed: Borrowed, num_bytes: int) -> Tensor:
