@@ -14,7 +14,7 @@ from torch import Tensor
 
 from meshwise.layout import Layout
 from meshwise.parallel import packet
-from meshwise.parallel.packet import wait_for
+from meshwise.parallel.transport import wait_for
 from meshwise.runtime.worker import drive
 from meshwise.session import make_transport
 

@@ -9,12 +9,10 @@ import itertools
 import json
 import multiprocessing
 import os
-import resource
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +21,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from machine import file_size_limit
 from meshwise.checkpoint.manifest import FORMAT_VERSION, Manifest, differences
 from meshwise.checkpoint.store import export_weights, latest, load_checkpoint, save_checkpoint
 from meshwise.errors import CheckpointError
@@ -369,17 +368,6 @@ def test_a_save_killed_between_its_renames_loses_nothing(tmp_path: Path) -> None
     assert found is not None and load_checkpoint(found).extra == {"step": 1}
     save(tmp_path / "c", extra={"step": 2})
     assert [path.name for path in tmp_path.iterdir()] == ["c"]
-
-
-@contextmanager
-def file_size_limit(num_bytes: int) -> Iterator[None]:
-    """Let no file grow past a size, as a full disk would."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def test_a_full_disk_leaves_the_old_checkpoint(tmp_path: Path) -> None:

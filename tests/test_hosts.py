@@ -23,8 +23,10 @@ NUM_SAMPLES = 44
 
 def net() -> nn.Module:
     """Build a network with weights shared by two layers and with dropout."""
-    layers = [nn.Linear(8, 16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 3)]
-    return nn.Sequential(*layers)
+    twice = nn.Linear(16, 16)
+    return nn.Sequential(
+        *(nn.Linear(8, 16), nn.ReLU(), nn.Dropout(0.2)), *(twice, nn.ReLU(), twice, nn.ReLU()), nn.Linear(16, 3)
+    )
 
 
 def make_job() -> mw.Job:
@@ -54,7 +56,10 @@ def test_replicas_on_several_hosts_give_the_bits_of_one_device(hosts: tuple[int,
 
 def test_fast_reduction_on_several_hosts_agrees_on_all_ranks() -> None:
     """Without the fixed order the replicas of both hosts still end with equal values."""
-    train_in_memory(make_job(), "dp=4,reduction=fast", 3, per_host=2)
+    run = train_in_memory(make_job(), "dp=4,reduction=fast", 3, per_host=2)
+    assert all(worker.engine.commons.active for worker in run.workers)
+    for worker in run.workers:
+        assert all(torch.equal(p, run.params[name]) for name, p in worker.model.named_parameters())
 
 
 def test_counterparts_need_hosts_of_one_size() -> None:

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,6 +19,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, TensorDataset
 
 import meshwise
+from machine import soon
 from meshwise.errors import LaunchError, LayoutError, RankError
 from meshwise.launch import failures
 from meshwise.launch.failures import Failure
@@ -170,7 +170,7 @@ def test_workers_of_a_rank_do_not_outlive_the_job() -> None:
         except RankError as error:
             assert "SIGKILL" in str(error)
     assert len(pids) == 4
-    assert _soon(lambda: alive(pids) == [])
+    assert soon(lambda: alive(pids) == [])
 
 
 def _with_workers(end: Callable[[], Any]) -> Job:
@@ -182,16 +182,6 @@ def _with_workers(end: Callable[[], Any]) -> Job:
         end()
 
     return job
-
-
-def _soon(condition: Callable[[], bool], seconds: float = 10) -> bool:
-    """Poll until something holds; say whether it came true in time."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.02)
-    return True
 
 
 ENDLESS_SCRIPT = """
@@ -250,7 +240,7 @@ def test_the_end_of_the_parent_ends_every_descendant(
     program, tag = endless
     assert len(tagged(tag)) >= 1 + 3 + 6
     program.send_signal(number)
-    assert _soon(lambda: tagged(tag) == []), [process.cmdline() for process in tagged(tag)]
+    assert soon(lambda: tagged(tag) == []), [process.cmdline() for process in tagged(tag)]
     assert program.wait(timeout=10) == -number
     assert not list(tmp_path.glob("meshwise-*"))
 

@@ -5,10 +5,7 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
-import resource
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from machine import file_size_limit
 from meshwise.parallel import segment as memory
 from meshwise.parallel.segment import PAGE, Address, PrivateView, Segment, SharedMemoryError
 
@@ -34,17 +32,6 @@ def descriptors() -> int:
     """Count this process' open files."""
     gc.collect()
     return len(os.listdir("/proc/self/fd"))
-
-
-@contextmanager
-def files_up_to(num_bytes: int) -> Iterator[None]:
-    """Let this process make no file larger than so many bytes."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 # ---- segments ----------------------------------------------------------------------------------------
@@ -143,7 +130,7 @@ def test_the_least_of_all_limits_counts(monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_limit_of_the_system_is_refused() -> None:
     """Where files may not be that large a segment is refused with the system's reason, and no file stays open."""
     before = descriptors()
-    with files_up_to(10 * PAGE), pytest.raises(SharedMemoryError, match="^1.0 MiB .*File too large"):
+    with file_size_limit(10 * PAGE), pytest.raises(SharedMemoryError, match="^1.0 MiB .*File too large"):
         Segment.create(1 << 20)
     assert descriptors() == before
 

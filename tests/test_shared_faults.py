@@ -10,7 +10,6 @@ import select
 import signal
 import subprocess
 import sys
-import time
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import meshwise as mw
+from machine import soon
 from meshwise.errors import LayoutError, RankError
 from meshwise.job import Job
 from meshwise.launch.local import run_ranks
@@ -45,16 +45,6 @@ SHORT = 100_000  # bytes that are too few for the ranks' control segment
 
 def run(function: Callable[[RankContext], Any], num_ranks: int, **options: Any) -> list[Any]:
     return run_ranks(function, num_ranks, device="cpu", timeout=60, **options)
-
-
-def soon(condition: Callable[[], bool], seconds: float = 10) -> bool:
-    """Poll until something holds; say whether it came true in time."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.02)
-    return True
 
 
 @pytest.fixture(autouse=True)

@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
-import fcntl
 import gc
-import multiprocessing
 import os
-import resource
 import signal
-import subprocess
 import sys
 from collections.abc import Callable, Generator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,11 +17,10 @@ from torch import Tensor
 from meshwise.launch.local import run_ranks
 from meshwise.launch.rank import RankContext
 from meshwise.parallel import semaphores
-from meshwise.parallel.arena import Arena, Borrowed, block_size
 from meshwise.parallel.connect import connect
 from meshwise.parallel.segment import Segment
 from meshwise.parallel.shared import COLLECTIVE, FREE, INLINE, SLOTS, SharedTransport
-from meshwise.parallel.transport import Group, Mailroom, MemoryTransport, Pending, Transport
+from meshwise.parallel.transport import Group, Mailroom, MemoryTransport, Transport, wait_for
 from meshwise.runtime.worker import drive, drive_together
 from scenarios import same
 
@@ -50,13 +43,6 @@ def in_ranks(function: Callable[[SharedTransport, RankContext], Any], num_ranks:
         return function(transport, context)
 
     return run_ranks(job, num_ranks, device="cpu", timeout=60)
-
-
-def wait(pending: Pending) -> Generator[None, None, Any]:
-    """Let other ranks of this process go on until something is there."""
-    while not pending.ready():
-        yield
-    return pending.wait()
 
 
 # ---- the same as in one process --------------------------------------------------------------------------
@@ -91,14 +77,14 @@ def messages(transport: Transport, count: int) -> Results:
     for tag, tensor in enumerate(payloads(me)):
         transport.send(tensor, after, tag)
     for tag, like in enumerate(payloads(before)):
-        got = yield from wait(transport.receive(like.numel() * like.element_size(), before, tag))
+        got = yield from wait_for(transport.receive(like.numel() * like.element_size(), before, tag))
         assert got.dtype == torch.uint8 and got.shape == (like.numel() * like.element_size(),)
         found.append(got.view(like.dtype).view(like.shape))
         assert same(found[-1], like)
     for k, tag in enumerate((5, 6, 5, 7, 5)):
         transport.send(torch.full((1 if k % 2 else BIG,), 10 * me + k, dtype=torch.uint8), after, tag)
     for k, tag in ((3, 7), (0, 5), (2, 5), (1, 6), (4, 5)):
-        got = yield from wait(transport.receive(1 if k % 2 else BIG, before, tag))
+        got = yield from wait_for(transport.receive(1 if k % 2 else BIG, before, tag))
         assert got[0] == got[-1] == 10 * before + k
     transport.flush()
     return found
@@ -117,7 +103,7 @@ def collectives(transport: Transport, count: int) -> Results:
             found += yield from gathers(transport, group)
             found += yield from sums(transport, group)
             found += yield from exchanges(transport, group)
-            yield from wait(transport.meet(group))
+            yield from wait_for(transport.meet(group))
     transport.flush()
     return found
 
@@ -125,12 +111,12 @@ def collectives(transport: Transport, count: int) -> Results:
 def gathers(transport: Transport, group: Group) -> Results:
     me, found = transport.rank, []
     for tensor in [*payloads(me), numbers(12, me).view(3, 4).t()]:
-        found += yield from wait(transport.all_gather(tensor, group))
+        found += yield from wait_for(transport.all_gather(tensor, group))
     for value in (None, me, {"rank": me, "tensor": numbers(5, me)}, "x" * (10 + INLINE * me)):
-        found += yield from wait(transport.all_gather_object(value, group))
+        found += yield from wait_for(transport.all_gather_object(value, group))
     for size in (0, 3, INLINE):
         mine, total = numbers(size, me), torch.full((size * len(group),), torch.nan)
-        result = yield from wait(transport.all_gather_row(mine, total, group))
+        result = yield from wait_for(transport.all_gather_row(mine, total, group))
         assert result is total
         found.append(total)
     return found
@@ -140,15 +126,15 @@ def sums(transport: Transport, group: Group) -> Results:
     me, found = transport.rank, []
     for size in (0, 1, 2, 7, INLINE, BIG):
         flat = numbers(size, me)
-        result = yield from wait(transport.all_reduce(flat, group))
+        result = yield from wait_for(transport.all_reduce(flat, group))
         assert result is flat
         found.append(flat)
     flats = [numbers(size, me, torch.float64) for size in (5, BIG, 6)]
     started = [transport.all_reduce(flat, group) for flat in flats]
     between = transport.all_gather(numbers(2, me), group)
     for pending in started:
-        found.append((yield from wait(pending)))
-    return found + (yield from wait(between))
+        found.append((yield from wait_for(pending)))
+    return found + (yield from wait_for(between))
 
 
 def exchanges(transport: Transport, group: Group) -> Results:
@@ -163,7 +149,7 @@ def exchanges(transport: Transport, group: Group) -> Results:
         sizes = [length(m, me, scale) for m in group]
         got = torch.full((sum(sizes),), torch.nan)
         sent = numbers(sum(lengths), me)
-        parts = yield from wait(transport.all_to_all(sent, lengths, got, sizes, group))
+        parts = yield from wait_for(transport.all_to_all(sent, lengths, got, sizes, group))
         assert [len(part) for part in parts] == sizes and all(part.dtype == got.dtype for part in parts)
         found += [part.clone() for part in parts]
     return found
@@ -174,11 +160,11 @@ def memory(transport: Transport, count: int) -> Results:
     found = []
     for group in groups_of(count):
         if transport.rank in group:
-            segment = yield from wait(transport.share(count * 5000, group))
+            segment = yield from wait_for(transport.share(count * 5000, group))
             assert isinstance(segment, Segment) and not segment.bytes.any()
-            yield from wait(transport.meet(group))
+            yield from wait_for(transport.meet(group))
             segment.bytes.view(count, 5000)[transport.rank] = transport.rank + 1
-            yield from wait(transport.meet(group))
+            yield from wait_for(transport.meet(group))
             found.append(segment.bytes.clone())
     return found
 
@@ -391,117 +377,3 @@ def test_groups_number_their_collectives_apart() -> None:
     tags = [transport._tag(group) for _ in range(50) for group in groups]
     assert len(set(tags)) == len(tags)
     assert all(COLLECTIVE <= tag < 1 << 63 for tag in tags)
-
-
-def test_sizes_of_all_kinds_need_few_types() -> None:
-    """A receiver of ever other sizes keeps nothing for each of them, and sees just the bytes that were sent."""
-    arena, borrowed = Arena(), Borrowed()
-    sizes = range(1 << 16, 1 << 17, 997)
-    for size in sizes:
-        assert len(borrow(arena, borrowed, size)) == size
-    assert len(borrowed.kinds) == len(arena.blocks) <= 9 < len(sizes)
-
-
-# ---- the life of another process ---------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("handles", [True, False], ids=["by handle", "by number"])
-def test_the_end_of_a_process_is_seen(handles: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process lives until it ends: also before its parent has heard of it, and where the kernel gives no handles."""
-    if not handles:
-        monkeypatch.delattr(os, "pidfd_open")
-    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    watched = semaphores._Process(child.pid)
-    assert (watched.handle is not None) == handles and watched.lives()
-    child.kill()
-    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # ended, its number not given back
-    assert not watched.lives()
-    child.communicate()
-    assert not watched.lives()
-
-
-def test_a_later_process_of_the_same_number_is_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the kernel gives no handles, a process that began at another time is not the one that was watched."""
-    monkeypatch.delattr(os, "pidfd_open")
-    watched = semaphores._Process(os.getpid())
-    assert watched.lives() and watched.begun is not None
-    watched.begun -= 1
-    assert not watched.lives()
-
-
-def test_a_process_with_many_files_can_wait() -> None:
-    """Whether another lives is also seen by a process whose files have numbers from 1024 on."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if hard != resource.RLIM_INFINITY and hard < 2048:
-        pytest.skip("this system allows too few files")
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2048), hard))
-    try:
-        watched = semaphores._Process(os.getpid())
-        assert watched.handle is not None
-        high = fcntl.fcntl(watched.handle, fcntl.F_DUPFD_CLOEXEC, 1500)
-        os.close(watched.handle)
-        watched.handle = high
-        assert watched.lives()
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-
-
-def test_a_wait_works_without_a_clock_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With an older C library a wait goes by the wall's clock: it ends when its time is up, or with a post."""
-    libc = SimpleNamespace(sem_timedwait=semaphores._blocking.sem_timedwait)
-    monkeypatch.setattr(semaphores, "_blocking", libc)
-    segment = Segment.create(64)
-    address = segment.bytes.data_ptr()
-    semaphores._timed_call.cache_clear()
-    try:
-        ctypes.CDLL(None).sem_init(ctypes.c_void_p(address), 1, 0)
-        assert not semaphores._take_within(address, 0.01)
-        semaphores.post(address)
-        assert semaphores._take_within(address, 10)
-    finally:
-        semaphores._timed_call.cache_clear()
-
-
-# ---- blocks ------------------------------------------------------------------------------------------------
-
-
-def borrow(arena: Arena, borrowed: Borrowed, num_bytes: int) -> Tensor:
-    """Take a block of an arena, and give it as a receiver sees it."""
-    block = arena.take(num_bytes)
-    if (0, block.segment) not in borrowed.segments:
-        borrowed.add(0, block.segment, arena.segments[block.segment].address)
-    return borrowed.tensor(0, block.segment, block.at, num_bytes)
-
-
-def test_a_block_is_free_once_no_tensor_uses_it() -> None:
-    """A view of a view keeps a block taken; the block is used again after the last of them is gone."""
-    arena, borrowed = Arena(), Borrowed()
-    held = [borrow(arena, borrowed, BIG) for _ in range(4)]
-    view = held[2].view(-1)[10:20].clone(), held[2][10:20].view(2, 5)
-    places = {t.data_ptr() for t in held}
-    assert len(places) == 4 and len(arena.segments) == 1
-    del held
-    again = [borrow(arena, borrowed, BIG) for _ in range(3)]
-    assert {t.data_ptr() for t in again} == places - {view[1].data_ptr() - 10}
-    another = borrow(arena, borrowed, BIG)
-    assert len(arena.segments) == 2 and another.data_ptr() not in places
-
-
-def test_a_child_process_gives_no_block_back() -> None:
-    """What a loader's worker inherits of received tensors is not its own to give back: a block is given back once."""
-    arena, borrowed = Arena(), Borrowed()
-    holder = [borrow(arena, borrowed, BIG)]
-    child = multiprocessing.get_context("fork").Process(target=holder.clear, daemon=True)
-    child.start()
-    child.join(10)
-    assert child.exitcode == 0
-    places = [borrow(arena, borrowed, BIG) for _ in range(6)]
-    assert len({t.data_ptr() for t in [*holder, *places]}) == 7
-
-
-@pytest.mark.parametrize("num_bytes", [1, 63, 64, 65, INLINE + 1, BIG, (1 << 20) + 1, 3 << 20])
-def test_a_block_wastes_at_most_an_eighth(num_bytes: int) -> None:
-    """Blocks have few sizes, whole cache lines, and at most an eighth (or a line) more than is asked for."""
-    size = block_size(num_bytes)
-    assert size % 64 == 0 and num_bytes <= size <= max(num_bytes * 9 / 8, num_bytes + 63)
-    assert block_size(size) == size

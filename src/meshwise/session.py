@@ -23,8 +23,7 @@ from .launch.memory import freed_memory_kept
 from .launch.rank import join_environment
 from .layout import Layout
 from .parallel.connect import connect
-from .parallel.packet import wait_for
-from .parallel.transport import Mailroom, MemoryTransport, Transport
+from .parallel.transport import Mailroom, MemoryTransport, Transport, wait_for
 from .runtime.evaluate import evaluate
 from .runtime.look import look
 from .runtime.offers import Facts, offers, processor_flags

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-ALIGNMENT = 64
+ALIGNMENT = 64  # bytes
 Piece = tuple[int, Tensor, int, int]  # which tensor, where it goes, which of its elements
 
 
@@ -77,9 +77,7 @@ class Flat:
 def in_memory_order(tensor: Tensor, like: Tensor) -> Tensor:
     """View a dense tensor as one row in the order in which ``like`` lies in memory."""
     if tensor.stride() != like.stride():
-        tensor = torch.empty_like(like).copy_(tensor)
-    if like.is_contiguous():
-        return tensor.view(-1)
+        tensor = torch.empty_like(like, dtype=tensor.dtype).copy_(tensor)
     return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
 
 
@@ -96,7 +94,19 @@ def layout(likes: Sequence[Tensor], members: int) -> tuple[list[int], int]:
 
 def view_at(flat: Tensor, offset: int, like: Tensor) -> Tensor:
     """View a part of a row in the shape and strides of ``like``."""
-    part = flat[offset : offset + like.numel()]
-    if like.is_contiguous():
-        return part.view(like.shape)
+    return shaped(flat[offset : offset + like.numel()], like)
+
+
+def shaped(part: Tensor, like: Tensor) -> Tensor:
+    """View flat elements in the shape and the very strides of ``like``: kernels look at those of dims of size 1 too."""
     return part.as_strided(like.shape, like.stride(), part.storage_offset())
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Tell whether the elements fill their memory, each once, in some order of the dims."""
+    expected = 1
+    for stride, size in sorted((st, sz) for st, sz in zip(tensor.stride(), tensor.shape, strict=True) if sz > 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return True

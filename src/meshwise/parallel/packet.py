@@ -12,12 +12,12 @@ import operator
 import pickle
 from collections.abc import Generator, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from .transport import Pending, Transport
+from .flats import ALIGNMENT, is_dense
+from .transport import Pending, Transport, wait_for
 
 HEADER_TAG = 1 << 24  # added to a packet's tag for its header; + 2 << 24 for the header's length
 
@@ -50,7 +50,7 @@ class Header:
     @functools.cached_property
     def offsets(self) -> tuple[int, ...]:
         """Give the byte at which each tensor begins, and after the last one the length of all."""
-        sizes = (0 if form is None else -(-form.num_bytes // 64) * 64 for form in self.forms)
+        sizes = (0 if form is None else -(-form.num_bytes // ALIGNMENT) * ALIGNMENT for form in self.forms)
         return (0, *itertools.accumulate(sizes))
 
     @functools.cached_property
@@ -79,7 +79,7 @@ def form_of(tensor: Tensor | None) -> Form | None:
         stride=tensor.stride(),
         dtype=tensor.dtype,
         requires_grad=tensor.requires_grad,
-        dense=_is_dense(core),
+        dense=is_dense(core),
         contiguous=tensor.stride() == _usual_strides(tensor.shape),
         num_bytes=core.numel() * core.element_size(),
     )
@@ -107,17 +107,6 @@ def unexpand(tensor: Tensor) -> Tensor:
         if stride == 0 and size > 1:
             tensor = tensor.narrow(dim, 0, 1)
     return tensor
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    expected = 1
-    for stride, size in sorted(
-        (st, sz) for st, sz in zip(tensor.stride(), tensor.shape, strict=True) if sz > 1
-    ):
-        if stride != expected:
-            return False
-        expected *= size
-    return True
 
 
 def flat_bytes(tensor: Tensor, form: Form) -> Tensor:
@@ -218,11 +207,9 @@ class PostedPacket:
 
     def finish(self) -> Generator[None, None, tuple[Tensor | None, ...]]:
         """Wait for the packet and rebuild its tensors; those that want a gradient become leaves."""
-        header, pending = self.header, self.pending
-        if pending is not None:
-            while not pending.ready():
-                yield
-            buffer = pending.wait()
+        header = self.header
+        if self.pending is not None:
+            buffer = yield from wait_for(self.pending)
         else:
             buffer = torch.empty(0, dtype=torch.uint8, device=self.device)
         if header.alone is not None:
@@ -234,10 +221,3 @@ class PostedPacket:
 def _leaf(flat: Tensor, form: Form) -> Tensor:
     tensor = restore(flat, form).detach()
     return tensor.requires_grad_() if form.requires_grad else tensor
-
-
-def wait_for(pending: Pending) -> Generator[None, None, Any]:
-    """Yield until a result is there, then give it."""
-    while not pending.ready():
-        yield
-    return pending.wait()

@@ -17,20 +17,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .flats import ALIGNMENT, shaped
 from .segment import PAGE, PrivateView, Segment
 
-LINE = 64  # bytes
 NOWHERE = -1  # the offset of what has no place in a row (a frozen parameter has no gradient)
-
-
-def is_dense(tensor: Tensor) -> bool:
-    """Tell whether the elements fill their memory, each once, in some order of the dims."""
-    expected = 1
-    for stride, size in sorted((st, sz) for st, sz in zip(tensor.stride(), tensor.shape, strict=True) if sz > 1):
-        if stride != expected:
-            return False
-        expected *= size
-    return True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +36,7 @@ class RowLayout:
         offsets, at = [], start
         for tensor in tensors:
             offsets.append(at)
-            at += -(-tensor.numel() * tensor.element_size() // LINE) * LINE
+            at += -(-tensor.numel() * tensor.element_size() // ALIGNMENT) * ALIGNMENT
         return cls(offsets=tuple(offsets), num_bytes=-(-at // PAGE) * PAGE)
 
     def share(self, member: int, members: int) -> tuple[int, int]:
@@ -57,10 +47,7 @@ class RowLayout:
 
 def view_like(row: Tensor, offset: int, like: Tensor) -> Tensor:
     """View a part of a row (uint8) in the dtype, shape and strides of ``like``."""
-    flat = row[offset : offset + like.numel() * like.element_size()].view(like.dtype)
-    if like.is_contiguous():
-        return flat.view(like.shape)
-    return flat.as_strided(like.shape, like.stride(), flat.storage_offset())
+    return shaped(row[offset : offset + like.numel() * like.element_size()].view(like.dtype), like)
 
 
 class SharedParameters:

@@ -59,7 +59,6 @@ class SharedTransport:
         deadline: float = DEADLINE_SECONDS,
     ) -> None:
         self.rank, self.control = rank, control
-        self.members = tuple(processes)
         self.places = {r: k for k, r in enumerate(processes)}
         self.note = ""  # why memory could not be shared
         self.base = control.bytes.data_ptr()

@@ -12,16 +12,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from ..grid import Range, TreeStack, fold_node, tree_cover, tree_fold
+from .flats import ALIGNMENT
+from .hosts import counterparts
 from .reduce import Bucket, Grads, add_grads, sum_shares
-from .rows import LINE, NOWHERE, RowLayout, view_like
+from .rows import NOWHERE, RowLayout, view_like
 from .segment import Segment
-from .transport import Group, Pending, Transport
+from .transport import Group, Transport, wait_for
 
 T = TypeVar("T")
 
@@ -62,12 +64,11 @@ class Reach:
     def of(cls, transport: Transport, group: Group) -> Reach | None:
         """Find them; None where the hosts have unlike numbers of replicas, or one each."""
         parts = transport.neighbours(group)
-        size = len(parts[0])
-        if size == 1 or any(len(part) != size for part in parts) or sum(parts, ()) != group:
+        columns = counterparts(parts)
+        if len(columns) < 2 or sum(parts, ()) != group:
             return None
         here = next(part for part in parts if transport.rank in part)
-        place = here.index(transport.rank)
-        return cls(group=group, here=here, across=tuple(part[place] for part in parts))
+        return cls(group=group, here=here, across=columns[here.index(transport.rank)])
 
     def hosts(self, items: Sequence[T]) -> list[Sequence[T]]:
         """Part what there is one of for each replica by host."""
@@ -123,7 +124,7 @@ class SharedReducer:
             if rows <= old.rows and size <= old.row_bytes and flags <= old.flags:
                 return
             rows, size, flags = max(rows, old.rows), max(size, old.row_bytes), max(flags, old.flags)
-        segment = yield from _wait(self.transport.share(len(self.group) * (rows * size + flags), self.group))
+        segment = yield from wait_for(self.transport.share(len(self.group) * (rows * size + flags), self.group))
         self.store = None if segment is None else Store(segment=segment, rows=rows, row_bytes=size, flags=flags)
 
     def _lay_out(self) -> None:
@@ -239,7 +240,7 @@ class SharedReducer:
             return self.present
         found = self.flags.any(0)
         if len(self.reach.across) > 1:
-            hosts = yield from _wait(self.transport.all_gather(found, self.reach.across))
+            hosts = yield from wait_for(self.transport.all_gather(found, self.reach.across))
             found = torch.stack(hosts).any(0)
         return found.tolist()
 
@@ -258,10 +259,10 @@ class SharedReducer:
         across = self.reach.across
         if not self.exact:
             total = _add_up(list(parts.values())) if parts else sums.fill_(NOTHING)
-            yield from _wait(self.transport.all_reduce(total, across))
+            yield from wait_for(self.transport.all_reduce(total, across))
             return total
         own = [fold_node(node, parts, _add) for node in self.nodes[self.host]]
-        step = LINE // sums.element_size() * len(across)
+        step = ALIGNMENT // sums.element_size() * len(across)
         length = -(-sums.numel() // step) * step
         sent = sums.new_full((len(across), len(own), length // len(across)), NOTHING)
         for k, node in enumerate(own):
@@ -279,11 +280,6 @@ def _span(ranges: Sequence[Range]) -> Range:
     held = [r for r in ranges if r[0] < r[1]]
     return (held[0][0], held[-1][1]) if held else (0, 0)
 
-
-def _wait(pending: Pending) -> Generator[None, None, Any]:
-    while not pending.ready():
-        yield
-    return pending.wait()
 
 
 def _add(left: Tensor, right: Tensor) -> Tensor:

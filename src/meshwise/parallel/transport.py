@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import pickle
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -40,6 +40,13 @@ class Pending:
 def done(value: Any) -> Pending:
     """Give a result that is already there."""
     return Pending(lambda: True, lambda: value)
+
+
+def wait_for(pending: Pending) -> Generator[None, None, Any]:
+    """Yield until a result is there, then give it."""
+    while not pending.ready():
+        yield
+    return pending.wait()
 
 
 class Transport(Protocol):

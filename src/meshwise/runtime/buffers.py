@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..parallel.packet import wait_for
+from ..parallel.transport import wait_for
 from .cells import StageState, split_prefix
 from .step import mixed_step
 

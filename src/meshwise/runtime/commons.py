@@ -23,12 +23,13 @@ from torch.nn import functional as F
 
 from ..model.codegen import PART_BITS, Site
 from ..model.stages import Staged
-from ..parallel.packet import wait_for
-from ..parallel.rows import NOWHERE, RowLayout, SharedParameters, is_dense, view_like
+from ..parallel.flats import is_dense
+from ..parallel.rows import NOWHERE, RowLayout, SharedParameters, view_like
 from ..parallel.segment import PrivateView, SharedMemoryError
 from ..parallel.shared_reduce import Reach, SharedReducer
+from ..parallel.transport import wait_for
 from .elementwise import allows_pieces, bare_step, kernel_chosen, kernels_for
-from .pieces import Part, Pieces, State, whole_state
+from .pieces import Part, Pieces, State, copied, whole_state
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -49,6 +50,10 @@ class Commons:
         self.kernel = ""
         self.reducer: SharedReducer | None = None
         self.shared: Any = None  # SharedParameters, once it is active
+        self.seen: PrivateView | None = None  # the sums as the user sees them: what it does to them stays its own
+        self.seen_at: Any = None  # their segment, and the byte at which they begin in it
+        self.seen_version = 0
+        self.views: list[Tensor] = []  # of ``seen``, one for each parameter
 
     # ---- beginning -------------------------------------------------------------------------------------
 
@@ -154,6 +159,8 @@ class Commons:
         for name in self.names:
             engine.parameters[name].data = engine.parameters[name].detach().clone()
         self.pieces.remove()
+        self.shared, self.seen, self.views = None, None, []
+        del self.pieces
         for name, state in states.items():
             engine.optimizer.state[engine.parameters[name]] = state
 
@@ -174,7 +181,7 @@ class Commons:
             if self.first_site.setdefault(k, site) != site:
                 self.more_sites.setdefault(k, []).append(site)
         further = [s for found in self.more_sites.values() for s in found]
-        behind = RowLayout.of([self._parameter(sites[s][0]) for s in further], start=layout.num_bytes)
+        behind = RowLayout.of([engine.parameters[sites[s][0]] for s in further], start=layout.num_bytes)
         offsets = {s: layout.offsets[k] for k, s in self.first_site.items()} | dict(
             zip(further, behind.offsets, strict=True)
         )
@@ -182,14 +189,9 @@ class Commons:
         exact = engine.layout.reduction == "exact"
         store = None if self.reducer is None else self.reducer.store
         self.reducer = SharedReducer(engine.transport, self.reach, buckets, whole, exact=exact, store=store)
-        self.views: list[Tensor] = []
         self.by_site: list[bool] = []
-        self.seen: PrivateView | None = None  # the sums as the user sees them: what it does to them stays its own
-        self.seen_at: Any = None
+        self.seen = None
         return self.reducer
-
-    def _parameter(self, name: str) -> Tensor:
-        return self.engine.parameters[name]
 
     def fold(self, factor: float) -> Generator[None, None, list[Tensor]]:
         """Add up this rank's share of all members' gradients; give the sums, piece by piece.
@@ -242,10 +244,9 @@ class Commons:
             self.seen, self.seen_at = PrivateView(segment, offset, self.shared.layout.num_bytes), (segment, offset)
             pairs = zip(self.shared.layout.offsets, self.shared.parameters, strict=True)
             self.views = [view_like(self.seen.bytes, o, p) for o, p in pairs]
-        elif any(view._version for view in self.views):  # the user has changed some since the last step
+        elif self.seen.bytes._version != self.seen_version:  # the user has changed some since the last step
             self.seen.forget(self.seen.changed())
-            pairs = zip(self.shared.layout.offsets, self.shared.parameters, strict=True)
-            self.views = [view_like(self.seen.bytes, o, p) for o, p in pairs]
+        self.seen_version = self.seen.bytes._version  # one for all views
         for parameter, view, present in zip(self.shared.parameters, self.views, self.present, strict=True):
             parameter.grad = view if present else None
 
@@ -269,7 +270,7 @@ class Commons:
     def gather_states(self) -> Generator[None, None, dict[str, State]]:
         """Give the optimizer's whole state of this rank's parameters, on every replica. Every replica calls it."""
         engine = self.engine
-        mine = [(part, {k: _own(v) for k, v in state.items()}) for part, state in self.pieces.states()]
+        mine = [(part, {k: copied(v) for k, v in state.items()}) for part, state in self.pieces.states()]
         members = yield from wait_for(engine.transport.all_gather_object(mine, self.reach.here))
         found: dict[int, list[tuple[Part, State]]] = {}
         for part, state in (pair for each in members for pair in each):
@@ -290,11 +291,6 @@ def site_position(staged: Staged, site: Site) -> int:
     if group >> PART_BITS > 0:
         return group >> PART_BITS
     return staged.units[group].start if group >= 0 else -1 - group
-
-
-def _own(value: Any) -> Any:
-    """Copy a part of a tensor, or its pickle would hold the whole."""
-    return value.clone() if isinstance(value, Tensor) else value
 
 
 def _overlap(parameters: Sequence[Tensor]) -> bool:

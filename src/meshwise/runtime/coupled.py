@@ -18,8 +18,7 @@ from torch import Tensor
 from ..errors import JobError
 from ..grid import tree_fold
 from ..model.graph import BatchNormRow
-from ..parallel.packet import wait_for
-from ..parallel.transport import Group, Transport
+from ..parallel.transport import Group, Transport, wait_for
 
 Wait = Generator[None, None, Any]
 

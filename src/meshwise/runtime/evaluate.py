@@ -9,7 +9,7 @@ import torch
 
 from ..data.loader import MicrobatchLoader
 from ..grid import microbatch_sizes, split_evenly
-from ..parallel.packet import wait_for
+from ..parallel.transport import wait_for
 from .engine import hand_over, rebuild_output
 from .losses import loss_of, target_of
 from .step import StepBatch

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from ..grid import split_evenly
-from ..parallel.packet import wait_for
 from ..parallel.reduce import Reducer
 from ..parallel.shared_reduce import SharedReducer
+from ..parallel.transport import wait_for
 from .buffers import commit_buffers
 from .commons import site_position
 from .step import StepResult

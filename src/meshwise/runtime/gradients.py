@@ -14,10 +14,9 @@ from torch import Tensor, nn
 
 from ..model.codegen import Site
 from ..model.stages import Staged
-from ..parallel.packet import wait_for
 from ..parallel.reduce import Reducer, make_buckets
 from ..parallel.shared_reduce import SharedReducer
-from ..parallel.transport import Pending
+from ..parallel.transport import Pending, wait_for
 from .step import mixed_step
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from ..errors import NonFiniteError
-from ..parallel.packet import wait_for
+from ..parallel.transport import wait_for
 from .step import mixed_step
 
 if TYPE_CHECKING:

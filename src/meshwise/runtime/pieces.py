@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..parallel.flats import in_memory_order, shaped
 from ..parallel.rows import RowLayout
 
 State = dict[str, Any]
@@ -120,13 +121,13 @@ class Pieces:
         assert states[0] is not None
         for key, value in states[0].items():
             if not _is_elementwise(value, self.parameters[parts[0].index]) or flat.ndim == 0:
-                joined[key] = value.clone() if isinstance(value, Tensor) else value
+                joined[key] = copied(value)
                 continue
             joined[key] = torch.zeros(flat.shape, dtype=value.dtype)
             for part, state in zip(parts, states, strict=True):
                 assert state is not None
                 at = (part.start - parts[0].start) // flat.element_size()
-                values = _in_memory(state[key], self.parameters[part.index])[part.low : part.high]
+                values = in_memory_order(state[key], self.parameters[part.index])[part.low : part.high]
                 joined[key][at : at + part.high - part.low] = values
         return joined
 
@@ -166,7 +167,7 @@ class Pieces:
             if state is not None:
                 low, high = (part.start - piece.start) // size, (part.stop - piece.start) // size
                 self.optimizer.state[self.pieces[-1].parameter] = {
-                    k: v[low:high].clone() if _is_elementwise(v, piece.parameter) else _copy(v)
+                    k: v[low:high].clone() if _is_elementwise(v, piece.parameter) else copied(v)
                     for k, v in state.items()
                 }
 
@@ -202,11 +203,10 @@ def whole_state(parameter: Tensor, parts: Sequence[tuple[Part, State]]) -> State
         if parameter.ndim == 0 or not isinstance(value, Tensor) or value.shape != (part.high - part.low,):
             whole[key] = value
             continue
-        tensor = torch.empty_like(parameter, dtype=value.dtype, memory_format=torch.preserve_format)
-        flat = _in_memory(tensor, parameter)
+        flat = torch.empty(parameter.numel(), dtype=value.dtype)
         for part, state in parts:
             flat[part.low : part.high] = state[key]
-        whole[key] = tensor
+        whole[key] = shaped(flat, parameter)
     return whole
 
 
@@ -215,12 +215,6 @@ def _is_elementwise(value: Any, parameter: Tensor) -> bool:
     return isinstance(value, Tensor) and parameter.ndim > 0 and value.shape == parameter.shape
 
 
-def _in_memory(value: Tensor, like: Tensor) -> Tensor:
-    """View a tensor as one row, in the order in which ``like`` lies in memory."""
-    if value.stride() != like.stride():
-        value = torch.empty_like(like, dtype=value.dtype).copy_(value)
-    return value.as_strided((value.numel(),), (1,), value.storage_offset())
-
-
-def _copy(value: Any) -> Any:
+def copied(value: Any) -> Any:
+    """Copy what is a tensor: a part of one would hold the whole, in a pickle too."""
     return value.clone() if isinstance(value, Tensor) else value

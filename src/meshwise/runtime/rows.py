@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..grid import tree_fold
 from ..model.graph import Input, Value
-from ..parallel.packet import wait_for
+from ..parallel.transport import wait_for
 from ..tree import leaves, map_leaves, replace_leaves
 from .cells import Values
 from .coupled import batch_moments, correct_gradient, fold_moments, gather_rows, running_update

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..errors import CheckpointError
-from ..parallel.packet import wait_for
+from ..parallel.transport import wait_for
 from .worker import Worker
 
 STATE_TAG = 1 << 21
