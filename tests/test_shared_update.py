@@ -251,9 +251,13 @@ def test_parameters_keep_their_strides_in_shared_memory() -> None:
     data = [(random_rows(16, 8, 8, seed=k).float(), random_rows(4, seed=k + 50).float()) for k in range(16)]
     job = make_job(Pointwise, data, optimizer=sgd(0.1, momentum=0.9), batch_size=8, microbatch_size=2)
     one = train_in_memory(job, "dp=1", 4)
+    strides = {n: p.stride() for n, p in one.workers[0].model.named_parameters()}
+    assert strides["net.0.weight"] == (16, 1, 16, 16)
     for layout in ("dp=2", "dp=3", "dp=2,pp=2"):
         run = train_in_memory(job, layout, 4)
         assert is_shared(run)
         assert_same_bits(run, one)
-    strides = {n: p.stride() for n, p in one.workers[0].model.named_parameters()}
-    assert strides["net.0.weight"] == (16, 1, 16, 16)
+        for worker in run.workers:
+            held = {n: p for n, p in worker.model.named_parameters() if n in worker.held}
+            assert held and all(p.stride() == strides[n] for n, p in held.items())
+            assert all(p.grad is not None and p.grad.stride() == p.stride() for p in held.values())
