@@ -96,7 +96,7 @@ def test_verify_exits_with_1_and_names_the_first_difference(tmp_path: Path) -> N
     [
         (["train", "missing.py"], "there is no file 'missing.py'"),
         (["train", f"{EXAMPLES / 'digits_mlp.py'}:nothing"], "has no 'nothing'"),
-        (["train", EXAMPLES / "digits_mlp.py", "--layout", "tp=2"], "tp is not offered yet"),
+        (["train", EXAMPLES / "digits_mlp.py", "--layout", "tp=2"], "tp=2 is not offered yet"),
         (["train", EXAMPLES / "digits_mlp.py", "--layout", "dq=2"], "unknown key 'dq'"),
         (["train", EXAMPLES / "digits_mlp.py", "--layout", "dp=2", "--devices", "3"], "uses 2 devices"),
         (["train", EXAMPLES / "digits_mlp.py", "--layout", "dp=9"], "use dp=8 at most"),

@@ -23,19 +23,28 @@ class Layout:
     ``dp`` replicas times ``pp`` pipeline stages (ranks) = devices. ``virtual`` stages a rank (interleaved).
     ``recompute`` runs each stage's forward again in the backward instead of keeping activations.
     ``reduction`` "exact" adds gradients in the fixed order of the tree, "fast" in the backend's own order.
+    ``tp`` ranks share each layer, ``sequence`` parts what they hold alike by sequence, ``zero`` parts optimizer state
+    (1), gradients (2) and parameters (3) among replicas: these three can be planned, but not run yet.
     """
 
     dp: int = 1
     pp: int = 1
+    tp: int = 1
+    zero: int = 0
+    sequence: bool = False
     schedule: str = "1f1b"
     virtual: int = 1
     recompute: bool = False
     reduction: str = "exact"
 
     def __post_init__(self) -> None:
-        for axis in ("dp", "pp", "virtual"):
+        for axis in ("dp", "pp", "tp", "virtual"):
             if getattr(self, axis) < 1:
                 raise LayoutError(f"{axis}={getattr(self, axis)}; it must be at least 1.")
+        if self.zero not in range(4):
+            raise LayoutError(f"zero={self.zero}; it is 0 (nothing parted), 1, 2 or 3.")
+        if self.sequence and self.tp == 1:
+            raise LayoutError("sequence=true parts activations among tp ranks; it needs tp=2 or more.")
         if self.schedule not in SCHEDULES:
             raise LayoutError(f"schedule={self.schedule!r}; use one of {', '.join(SCHEDULES)}.")
         if self.reduction not in REDUCTIONS:
@@ -51,7 +60,16 @@ class Layout:
     @property
     def num_devices(self) -> int:
         """Count the devices the layout uses."""
-        return self.dp * self.pp
+        return self.dp * self.pp * self.tp
+
+    def check_runnable(self) -> None:
+        """Raise LayoutError where the layout can be planned, but not run yet."""
+        if self.tp > 1 or self.zero:
+            what = f"tp={self.tp}" if self.tp > 1 else f"zero={self.zero}"
+            raise LayoutError(
+                f"{what} is not offered yet; use dp and pp (their product is the number of devices). "
+                "`meshwise plan` can say what it would give."
+            )
 
     @property
     def num_stages(self) -> int:
@@ -64,10 +82,12 @@ class Layout:
         return Mesh(dp=self.dp, pp=self.pp)
 
     def __str__(self) -> str:
-        parts = [f"{a}={getattr(self, a)}" for a in ("dp", "pp") if getattr(self, a) > 1] or ["dp=1"]
+        parts = [f"{a}={getattr(self, a)}" for a in ("dp", "pp", "tp") if getattr(self, a) > 1] or ["dp=1"]
         if self.pp > 1 or self.virtual > 1:
             parts.append(f"schedule={self.schedule}")
         parts += [f"virtual={self.virtual}"] if self.virtual > 1 else []
+        parts += [f"zero={self.zero}"] if self.zero else []
+        parts += ["sequence=true"] if self.sequence else []
         parts += ["recompute=true"] if self.recompute else []
         parts += ["reduction=fast"] if self.reduction == "fast" else []
         return ",".join(parts)
@@ -86,7 +106,7 @@ class Layout:
             layout = cls(**_parse_items(text))
         if devices is not None and layout.num_devices != devices:
             raise LayoutError(
-                f"layout {layout} uses {layout.num_devices} devices (dp x pp), but devices={devices}. "
+                f"layout {layout} uses {layout.num_devices} devices (dp x pp x tp), but devices={devices}. "
                 "Change one of them, or leave devices out."
             )
         return layout
@@ -98,12 +118,6 @@ def _parse_items(text: str) -> dict[str, Any]:
     for part in filter(None, (p.strip() for p in text.split(","))):
         key, _, value = part.partition("=")
         key = key.strip()
-        if key in ("tp", "zero") and value.strip() in ("1" if key == "tp" else "0",):
-            continue
-        if key in ("tp", "zero"):
-            raise LayoutError(
-                f"{part}: {key} is not offered yet; use dp and pp (their product is the number of devices)."
-            )
         if key not in kinds:
             raise LayoutError(f"layout {text!r}: unknown key {key!r}; known are {', '.join(kinds)}.")
         items[key] = _parse_value(key, value.strip(), str(kinds[key]))

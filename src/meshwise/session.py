@@ -46,6 +46,7 @@ def choose_layout(job: Job, layout: str | Layout, devices: int | None) -> Layout
     else:
         available = devices if devices is not None else min(num_devices(), slots)
         chosen, asked = Layout(dp=available), f"devices={available} (one replica each)"
+    chosen.check_runnable()
     if chosen.dp > slots:
         raise LayoutError(
             f"{asked}, but a step has only {slots} slots to share between replicas; use dp={slots} at most (and pp for "

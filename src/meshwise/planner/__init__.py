@@ -1,0 +1,1 @@
+"""Which layout to take: every legal one, the best cut of each, and why the others lost."""
