@@ -19,7 +19,8 @@ MAX_FUNCTION_LINES = 60
 # ---- the import table: a part of the package, and the other parts it may import -----------------
 
 VALUES = {"errors", "events", "grid", "job", "layout", "mesh", "plan", "quantities", "tree"}
-PURE = VALUES | {"schedule", "data.order"}  # planning: no torch
+COST = VALUES | {"schedule", "hardware.cluster", "hardware.named", "hardware.limits", "cost"}
+PURE = COST | {"data.order", "planner"}  # planning: no torch
 MODEL = PURE | {"model"}
 PARALLEL = MODEL | {"parallel"}
 RUNTIME = PARALLEL | {"data", "checkpoint", "runtime"}
@@ -29,6 +30,12 @@ SURFACE = {"compare", "epochs", "session", "training", "verification"}  # what `
 MAY_IMPORT: dict[str, set[str]] = {
     **{name: VALUES for name in VALUES},
     "schedule": VALUES,
+    "hardware": VALUES,
+    "hardware.cluster": VALUES,
+    "hardware.limits": VALUES,
+    "hardware.named": VALUES | {"hardware.cluster"},
+    "cost": COST,
+    "planner": PURE,
     "data.order": VALUES,
     "model": PURE,
     "parallel": MODEL,
@@ -46,7 +53,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 EXCEPTIONS: dict[tuple[str, str], str] = {}
 
 # No module of these imports torch, except for annotations.
-TORCH_FREE = VALUES | {"", "schedule", "data.order", "report"}
+TORCH_FREE = PURE | {"", "report"}
 
 
 @dataclass(frozen=True, kw_only=True)

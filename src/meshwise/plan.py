@@ -134,8 +134,9 @@ class Plan:
     def from_json(cls, facts: Mapping[str, Any]) -> Plan:
         """Read what :meth:`to_json` gave."""
         plain = json.loads(json.dumps(facts))
+        flat: dict[str, Any] = {k: _frozen(v) for k, v in plain.items() if k not in _NESTED}
         return cls(
-            **{k: tuple(v) if isinstance(v, list) else v for k, v in plain.items() if k not in _NESTED},
+            **flat,
             chosen=_candidate(plain["chosen"]),
             others=tuple(map(_candidate, plain["others"])),
             rejected=tuple(Rejection(**r) for r in plain["rejected"]),
@@ -145,11 +146,12 @@ class Plan:
 _NESTED = ("chosen", "others", "rejected")
 
 
+def _frozen(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
 def _candidate(facts: dict[str, Any]) -> Candidate:
-    estimate = facts.pop("estimate")
-    memory = tuple(RankMemory(**rank) for rank in estimate.pop("memory"))
-    return Candidate(
-        layout=Layout.parse(facts.pop("layout")),
-        estimate=Estimate(memory=memory, **{k: tuple(v) if k == "notes" else v for k, v in estimate.items()}),
-        **{k: tuple(v) if isinstance(v, list) else v for k, v in facts.items()},
-    )
+    rest: dict[str, Any] = {k: _frozen(v) for k, v in facts.items() if k not in ("layout", "estimate")}
+    terms: dict[str, Any] = {k: _frozen(v) for k, v in facts["estimate"].items() if k != "memory"}
+    memory = tuple(RankMemory(**rank) for rank in facts["estimate"]["memory"])
+    return Candidate(layout=Layout.parse(facts["layout"]), estimate=Estimate(memory=memory, **terms), **rest)

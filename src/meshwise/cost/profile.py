@@ -49,12 +49,14 @@ class CellSeconds:
 class UnitProfile:
     """Hold one unit.
 
-    ``saved_bytes`` stay alive from its forward to its backward (each storage once; parameters, buffers and the batch
-    not counted); ``saved_sharded_bytes`` is the part of them that tp divides. ``forward_peak_bytes`` and
-    ``backward_peak_bytes``: the most that is allocated during its forward or backward above what is alive when that
-    begins. ``boundary_bytes``: values that cross to the next unit (what a pipeline sends if it is cut there);
-    ``boundary_grad_bytes``: the part of them that has gradients. ``params`` names what it uses.
-    ``parts``: collectives of tp it takes part in: all-reduces of its boundary in the forward (and in the backward).
+    ``saved_bytes`` are made in its forward and stay alive to its backward (each storage once; parameters, buffers and
+    the batch not counted); ``saved_input_bytes``: what it takes over the boundary and is the first to save;
+    ``saved_sharded_bytes`` is the part of both that tp divides. ``forward_peak_bytes`` and ``backward_peak_bytes``: the
+    most that is allocated during its forward or backward above what is alive when that begins. ``boundary_bytes``:
+    values that cross to the next unit (what a pipeline sends if it is cut there); ``boundary_grad_bytes``: the part of
+    them that has gradients; ``boundary_unsaved_bytes``: the part that no unit so far has saved. ``params``: what it
+    uses. ``batch_bytes``: the part of the microbatch it reads. ``tp_reduces``: all-reduces of tp in its forward, as
+    many in its backward, of ``tp_reduce_bytes`` each.
     """
 
     name: str
@@ -62,13 +64,16 @@ class UnitProfile:
     work: tuple[Work, ...] = ()
     seconds: CellSeconds | None = None
     saved_bytes: float = 0.0
+    saved_input_bytes: float = 0.0
     saved_sharded_bytes: float = 0.0
     forward_peak_bytes: float = 0.0
     backward_peak_bytes: float = 0.0
     boundary_bytes: float = 0.0
     boundary_grad_bytes: float = 0.0
-    tp_reduces: int = 0  # all-reduces in the forward under tp; as many in the backward
-    tp_reduce_bytes: float = 0.0  # of one of them
+    boundary_unsaved_bytes: float = 0.0
+    batch_bytes: float = 0.0
+    tp_reduces: int = 0
+    tp_reduce_bytes: float = 0.0
     is_row: bool = False  # couples the samples of the batch (BatchNorm over all microbatches)
 
 

@@ -10,6 +10,7 @@ A cluster measured here (``probe``) holds tables of measured seconds, which coun
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -73,7 +74,7 @@ class Measured:
         points = self.points
         if num_bytes <= points[0][0]:
             return points[0][1]
-        for (low, early), (high, late) in zip(points, points[1:], strict=False):
+        for (low, early), (high, late) in itertools.pairwise(points):
             if num_bytes <= high:
                 return early + (late - early) * (num_bytes - low) / (high - low)
         return points[-1][1] * num_bytes / points[-1][0]

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from .looks import generators_of
+from .watch import is_fake
 
 PLAIN = (int, float, bool, str)
 CONTAINERS = (dict, OrderedDict, list, set)
@@ -51,7 +52,7 @@ def kept_state(model: nn.Module) -> Iterator[None]:
         for container, old in contents:
             _refill(container, old)
         for tensor, old in tensors.values():
-            if not torch.equal(tensor, old):
+            if not is_fake(tensor) and not torch.equal(tensor, old):
                 tensor.data.copy_(old)  # not seen by autograd: a cell may hold it for its backward
         for generator, state in generators:
             generator.set_state(state)

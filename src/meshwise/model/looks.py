@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .graph import ValueInfo
-from .watch import BOOLEANS, storage_of, tensors_in
+from .watch import BOOLEANS, in_fake_mode, is_fake, storage_of, tensors_in
 
 # Calls that tell how a tensor is laid out, nothing of its values.
 METADATA = frozenset(
@@ -73,6 +73,8 @@ def hooked(module: nn.Module) -> str:
 
 def generators_of(model: nn.Module) -> list[torch.Generator]:
     """List torch's default generators of the host and of the devices the model is on."""
+    if in_fake_mode():
+        return []
     found = [torch.default_generator]
     devices = {t.device for t in (*model.parameters(), *model.buffers())}
     for device in sorted(devices, key=str):
@@ -98,7 +100,7 @@ def autocast_state(devices: Iterable[str]) -> tuple[tuple[str, bool, torch.dtype
 def describe(tensor: Tensor, producer: int, num_samples: int, *, dynamic: bool) -> ValueInfo:
     """State what a traced tensor looked like."""
     storage = storage_of(tensor)
-    strided = storage is not None and type(tensor) in (Tensor, nn.Parameter)
+    strided = storage is not None and (type(tensor) in (Tensor, nn.Parameter) or is_fake(tensor))
     return ValueInfo(
         producer=producer,
         shape=tuple(tensor.shape),

@@ -242,6 +242,8 @@ def choose_cuts(
         )
     if named:
         return _named_cuts(units, num_stages, named)
+    if len(units) == num_stages:
+        return tuple(range(1, num_stages))
     if len(units) < num_stages:
         why = "; ".join(f'"{path}" runs as a whole because {why}' for path, why in graph.opaque.items())
         raise CaptureError(

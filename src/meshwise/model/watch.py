@@ -42,6 +42,16 @@ def storage_of(tensor: Tensor) -> int | None:
             return None
 
 
+def is_fake(value: Any) -> bool:
+    """Tell whether a tensor has a shape and no values (by name: its module is slow to import)."""
+    return type(value).__name__ == "FakeTensor" or (isinstance(value, Tensor) and value.device.type == "meta")
+
+
+def in_fake_mode() -> bool:
+    """Tell whether new tensors have no memory; then generators are never drawn from."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+
+
 def in_transform() -> bool:
     """Tell whether a functorch transform (vmap, grad, ...) is on."""
     return torch._C._functorch.peek_interpreter_stack() is not None
