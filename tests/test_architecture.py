@@ -25,7 +25,7 @@ MODEL = PURE | {"model"}
 PARALLEL = MODEL | {"parallel"}
 RUNTIME = PARALLEL | {"data", "checkpoint", "runtime"}
 LAUNCH = RUNTIME | {"launch"}
-SURFACE = {"compare", "epochs", "session", "training", "verification"}  # what `import meshwise` offers
+SURFACE = {"compare", "epochs", "session", "training", "trials", "verification"}  # what `import meshwise` offers
 
 MAY_IMPORT: dict[str, set[str]] = {
     **{name: VALUES for name in VALUES},

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -75,8 +75,9 @@ class Session:
             session.evaluate()
             session.save("checkpoint")
 
-    Runs on one device by itself; on more inside ``torchrun`` or ``meshwise.launch.local.run_ranks``. Raises
-    LayoutError when the layout does not fit the ranks there are.
+    ``cuts``: the first units of the stages after the first, as a plan chose them. Runs on one device by itself; on
+    more inside ``torchrun`` or ``meshwise.launch.local.run_ranks``. Raises LayoutError when the layout does not fit the
+    ranks there are.
     """
 
     def __init__(
@@ -87,6 +88,7 @@ class Session:
         devices: int | None = None,
         threads: int | None = None,
         device: torch.device | None = None,
+        cuts: Sequence[int] | None = None,
     ) -> None:
         self.job = job
         self._own_group = False
@@ -105,7 +107,7 @@ class Session:
         self._open = contextlib.ExitStack()
         if world == 1 and device.type == "cpu":  # ranks do so from their start
             self._open.enter_context(freed_memory_kept())
-        self.worker = Worker(job, self.layout, make_transport(self.layout, rank, device), device)
+        self.worker = Worker(job, self.layout, make_transport(self.layout, rank, device), device, cuts)
         self.warnings = look(job, self.worker.model, self.worker.staged) if rank == 0 else []
         self.notes = self.worker.notes
         self.offers = offers(self._facts(world)) if rank == 0 else []

@@ -51,12 +51,14 @@ def build_stages(
     num_stages: int,
     *,
     named: Sequence[str] = (),
+    chosen: Sequence[int] | None = None,
     placed: Placement | None = None,
     coupled: bool,
     statistics: str = "batch",
 ) -> Staged:
     """Cut a graph into stages and compile them.
 
+    ``chosen`` are the first units of the stages after the first, from a plan (unless ``named`` says where to cut).
     ``placed`` repeats the cuts of an earlier capture (the same model in eval mode, or another batch shape).
     Raises CaptureError when the model cannot be cut so.
     """
@@ -65,7 +67,7 @@ def build_stages(
     if num_stages == 1:
         cuts: tuple[int, ...] = ()
     elif placed is None or placed.keys is None:
-        cuts = choose_cuts(graph, units, num_stages, named)
+        cuts = choose_cuts(graph, units, num_stages, named, chosen)
     else:
         cuts = repeat_cuts(graph, units, placed)
     has_rows = coupled and any(n.row is not None for n in graph.nodes)

@@ -229,9 +229,9 @@ def balanced_cuts(costs: Sequence[float], num_stages: int) -> tuple[int, ...]:
 
 
 def choose_cuts(
-    graph: Graph, units: Sequence[Unit], num_stages: int, named: Sequence[str] = ()
+    graph: Graph, units: Sequence[Unit], num_stages: int, named: Sequence[str] = (), chosen: Sequence[int] | None = None
 ) -> tuple[int, ...]:
-    """Give the first unit of each stage after the first: at the named modules, or balanced by cost.
+    """Give the first unit of each stage after the first: at the named modules, as a plan chose, or balanced by cost.
 
     Raises CaptureError when the model has fewer units than stages, or a named cut is not possible.
     """
@@ -244,6 +244,8 @@ def choose_cuts(
         return _named_cuts(units, num_stages, named)
     if len(units) == num_stages:
         return tuple(range(1, num_stages))
+    if chosen is not None and len(chosen) == num_stages - 1 and max(chosen, default=0) < len(units):
+        return tuple(chosen)
     if len(units) < num_stages:
         why = "; ".join(f'"{path}" runs as a whole because {why}' for path, why in graph.opaque.items())
         raise CaptureError(

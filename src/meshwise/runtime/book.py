@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
@@ -63,7 +63,10 @@ def structure_of(data: Any, num_samples: int) -> Hashable:
 class Book:
     """Capture on demand and remember. ``cuts`` are fixed by the first capture in training mode."""
 
-    def __init__(self, job: Job, layout: Layout, model: nn.Module, device: torch.device) -> None:
+    def __init__(
+        self, job: Job, layout: Layout, model: nn.Module, device: torch.device, cuts: Sequence[int] | None = None
+    ) -> None:
+        self.cuts = cuts  # from a plan
         self.job, self.layout, self.model, self.device = job, layout, model, device
         self.names = forward_names(model)
         self.forward = call_forward(job, self.names)
@@ -163,6 +166,7 @@ class Book:
             graph,
             self.layout.num_stages,
             named=self.job.cuts,
+            chosen=self.cuts,
             placed=self.placed,
             coupled=joint,
             statistics=statistics,

@@ -65,7 +65,7 @@ class Engine:
         self.compares_buffers = True  # in the first step: do replicas agree on what code leaves in buffers?
         self.unlike_buffers: set[str] = set()  # where they do not (code that looks at its rank, say)
         self.where = ""
-        self.spans: list[tuple[Action, float, float]] | None = None
+        self.spans: list[tuple[Action, float, float]] | None = None  # what was done when, where somebody looks
         self.states: dict[Any, dict[int, StageState]] = {}
         self.shares: dict[int, Share] = {}  # by number of microbatches
         self.optimizer: torch.optim.Optimizer | None = None
@@ -121,6 +121,14 @@ class Engine:
             if self.spans is not None:
                 self.spans.append((action, begun, time.perf_counter()))
         self.gradients.settle()
+
+    def noted(self, op: Op, begun: float) -> float:
+        """Note what was done since ``begun`` if somebody looks; give the time now."""
+        if self.spans is None:
+            return 0.0
+        now = time.perf_counter()
+        self.spans.append((Action(op), begun, now))
+        return now
 
     def _pair(self, m: int) -> Steps:
         """Run a forward and the backward that follows it at once: the whole model on one microbatch."""

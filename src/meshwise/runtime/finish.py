@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Generator
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ from ..grid import split_evenly
 from ..parallel.reduce import Reducer
 from ..parallel.shared_reduce import SharedReducer
 from ..parallel.transport import wait_for
+from ..schedule.actions import Op
 from .buffers import commit_buffers
 from .commons import site_position
 from .step import StepResult
@@ -26,6 +28,7 @@ TIE_TAG = 1 << 22
 
 def finish_step(engine: Engine) -> Generator[None, None, StepResult]:
     """Finish a step on one rank: every rank of the mesh does it together."""
+    begun = time.perf_counter()
     yield from engine.gradients.wait_for_replicas()
     shared = engine.commons.active
     if isinstance(engine.gradients.reducer, SharedReducer):
@@ -37,12 +40,15 @@ def finish_step(engine: Engine) -> Generator[None, None, StepResult]:
     fine = engine.losses.check(losses)
     norm = None
     if fine and shared:
-        norm = yield from _update_shared(engine, _scale(engine, measures))
+        norm = yield from _update_shared(engine, _scale(engine, measures), begun)
     elif fine:
         yield from _set_grads(engine, _scale(engine, measures))
         run_hooks(engine.hooks)
+        begun = engine.noted(Op.REDUCE, begun)
         norm = yield from _clip(engine)
+        begun = engine.noted(Op.CLIP, begun)
         _update(engine)
+        begun = engine.noted(Op.UPDATE, begun)
         yield from commit_buffers(engine)
     return StepResult(
         step=engine.step_index,
@@ -55,21 +61,24 @@ def finish_step(engine: Engine) -> Generator[None, None, StepResult]:
     )
 
 
-def _update_shared(engine: Engine, factor: float) -> Generator[None, None, float | None]:
+def _update_shared(engine: Engine, factor: float, begun: float) -> Generator[None, None, float | None]:
     """Add up and update this rank's share, all replicas' gradients being in their rows (their losses are here)."""
     commons, group = engine.commons, engine.commons.reach.here
     sums = yield from commons.fold(factor)
     commons.show_gradients()
+    begun = engine.noted(Op.REDUCE, begun)
     norm = None
     if engine.job.clip_grad_norm is not None:
         yield from wait_for(engine.transport.meet(group))
         norm = yield from _shared_norm(engine)
         if sums:
             clip_grads(sums, norm, engine.job.clip_grad_norm)
+    begun = engine.noted(Op.CLIP, begun)
     changed = commons.take_changes()
     commons.update()
     if engine.scheduler is not None:
         engine.scheduler.step()
+    begun = engine.noted(Op.UPDATE, begun)
     yield from commit_buffers(engine)
     yield from wait_for(engine.transport.meet(group))
     commons.shared.forget(changed)

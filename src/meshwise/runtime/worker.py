@@ -70,16 +70,23 @@ def move(data: Any, device: torch.device, precision: str) -> Any:
 
 
 class Worker:
-    """Hold what one rank needs to train. Every rank makes one, with the same job and layout."""
+    """Hold what one rank needs to train. Every rank makes one, with the same job, layout and (planned) cuts."""
 
-    def __init__(self, job: Job, layout: Layout, transport: Transport, device: torch.device) -> None:
+    def __init__(
+        self,
+        job: Job,
+        layout: Layout,
+        transport: Transport,
+        device: torch.device,
+        cuts: Sequence[int] | None = None,
+    ) -> None:
         self.job, self.layout, self.transport, self.device = job, layout, transport, device
         self.loader = MicrobatchLoader(job.train_data, seed=job.seed, num_workers=job.num_workers or None)
         self.drop_last = job.drop_last or self.loader.drop_last
         self.shuffle = job.shuffle if self.loader.shuffle is None else self.loader.shuffle
         self.model = build_model(job, device)
         self.model.train()
-        self.book = Book(job, layout, self.model, device)
+        self.book = Book(job, layout, self.model, device, cuts)
         probe = self._probe(self._microbatch_size())
         coupled = len(microbatch_sizes(job.batch_size, job.microbatch)) > 1
         _, self.staged = self.book.staged(probe, coupled=coupled)

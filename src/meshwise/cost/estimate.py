@@ -1,0 +1,238 @@
+"""What a layout costs: a profile, a cluster, a layout and cuts give an estimate of time and memory, term by term."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from ..grid import slot_ranges, split_evenly
+from ..hardware.cluster import Cluster
+from ..layout import Layout
+from ..plan import Estimate, RankMemory
+from .exchange import Exchange, exchange_of, transfer_of
+from .memory import MemoryRules, gradient_rows, live_bytes, rank_memory
+from .profile import CellSeconds, Profile
+from .stage import StageCost, StageTable, UnitPrice
+from .time import Replayed, replay_stages
+
+NOTHING = CellSeconds(forward=0.0, backward=0.0, backward_input=0.0, backward_weight=0.0)
+CPU_RULES = MemoryRules(
+    runtime_bytes=26 * 2**20,  # measured: a rank of a tiny job above a rank with everything imported, torch 2.13
+    pipeline_bytes=31 * 2**20,  # measured: torch imports its symbolic shapes when gradients are handed over
+    margin=1.02,
+    shares_host=True,
+    message_copies=1.0,  # the block of the arena that a message lies in
+)
+GPU_RULES = MemoryRules(
+    runtime_bytes=1.0 * 2**30,  # CUDA context and NCCL buffers: 0.5-2 GiB (ml-engineering, training/performance)
+    margin=1.05,  # the caching allocator's reserved over allocated memory
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """State what a step holds, as one device would run it.
+
+    ``num_microbatches`` of the profile's size; ``slots`` leaves of the reduction tree; ``clips`` the gradient norm;
+    ``coupled``: BatchNorm over the whole batch; ``couples_loss``: the loss needs the whole batch.
+    """
+
+    batch_size: int
+    num_microbatches: int
+    slots: int = 8
+    clips: bool = False
+    coupled: bool = False
+    couples_loss: bool = False
+
+    def most_microbatches(self, dp: int) -> int:
+        """Count the microbatches of the replica that has most."""
+        groups = slot_ranges(self.num_microbatches, max(self.slots, min(dp, self.num_microbatches)))
+        parts = [(a, b) for a, b in split_evenly(len(groups), dp) if a < b]
+        return max(groups[b - 1][1] - groups[a][0] for a, b in parts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pricing:
+    """Hold what one layout family is priced with: units' prices under a tp, and the rules of memory."""
+
+    table: StageTable
+    rules: MemoryRules
+    notes: tuple[str, ...] = field(default=())
+
+
+def measured_prices(profile: Profile) -> list[UnitPrice]:
+    """Price units by their measured seconds."""
+    prices = []
+    for unit in profile.units:
+        assert unit.seconds is not None, f"unit {unit.name} was not timed"
+        prices.append(UnitPrice(seconds=unit.seconds))
+    return prices
+
+
+def fitted_rules(profile: Profile, workload: Workload, rules: MemoryRules) -> MemoryRules:
+    """Take the allocator's margin from what steps on one device were measured to take, where they were.
+
+    What kernels use for themselves and what the C library keeps in pieces differs from model to model: 2 to 60 percent.
+    """
+    if profile.peak_bytes is None:
+        return rules
+    plain = replace(rules, margin=1.0)
+    few = replace(workload, num_microbatches=profile.peak_microbatches, coupled=workload.coupled)
+    table = StageTable(profile, [UnitPrice(seconds=NOTHING)] * len(profile.units))
+    (rank,) = _memory(profile, few, Layout(), cut_stages(table, ()), plain, _rows(few), profile.peak_microbatches)
+    mine = rank.allocated - rules.runtime_bytes
+    return replace(rules, margin=max(1.0, (profile.peak_bytes - rules.runtime_bytes) / mine)) if mine > 0 else rules
+
+
+def _rows(workload: Workload) -> tuple[int, int]:
+    return gradient_rows(workload.num_microbatches, workload.slots, 1)
+
+
+def estimate(
+    profile: Profile, cluster: Cluster, workload: Workload, layout: Layout, cuts: Sequence[int], pricing: Pricing
+) -> Estimate:
+    """Estimate one layout with its cuts (first unit of each stage after the first)."""
+    stages = cut_stages(pricing.table, cuts)
+    count = workload.most_microbatches(layout.dp)
+    replayed = _replay(profile, cluster, workload, layout, stages, count)
+    exchange = max(
+        (exchange_of(cluster, layout, stages[r :: layout.pp], count) for r in range(layout.pp)),
+        key=lambda e: e.seconds,
+    )
+    top = max(range(layout.pp), key=lambda r: replayed.busy[r])
+    mine = stages[top :: layout.pp]
+    compute = replayed.busy[top]
+    again = sum(s.seconds.forward + s.tensor_forward for s in mine) * count if layout.recompute else 0.0
+    tensor = sum(s.tensor_forward + s.tensor_backward for s in mine) * count
+    data = min(profile.load_seconds * count, compute)
+    rows = gradient_rows(workload.num_microbatches, _slots(workload, layout), layout.dp)
+    tail = max(_tail(profile, cluster, layout, stages[r :: layout.pp], count) for r in range(layout.pp))
+    parts = {
+        "compute": max(0.0, compute - again - tensor - data),
+        "recompute": again,
+        "tensor": tensor,
+        "communication": exchange.seconds + replayed.messages,
+        "bubble": replayed.bubble,
+        "data": data,
+        "optimizer": tail,
+        "other": profile.begin_seconds + _norm_seconds(cluster, workload, layout),
+    }
+    return Estimate(
+        seconds=sum(parts.values()),
+        time_parts=parts,
+        memory=_memory(profile, workload, layout, stages, pricing.rules, rows, count),
+        spread=0.1 if cluster.is_here else 0.25,
+        notes=pricing.notes,
+    )
+
+
+def _slots(workload: Workload, layout: Layout) -> int:
+    return max(workload.slots, min(layout.dp, workload.num_microbatches))
+
+
+def cut_stages(table: StageTable, cuts: Sequence[int]) -> list[StageCost]:
+    """Give the stages between cuts."""
+    edges = [0, *cuts, len(table.units)]
+    return [table.stage(a, b) for a, b in itertools.pairwise(edges)]
+
+
+def _replay(
+    profile: Profile, cluster: Cluster, workload: Workload, layout: Layout, stages: Sequence[StageCost], count: int
+) -> Replayed:
+    """Replay the program; where ranks slow one another down, those that wait do not."""
+    transfer = transfer_of(cluster, layout, stages)
+    slow: list[float] = []
+    replayed = None
+    for _ in range(2 if profile.contention > 1 and layout.num_devices > 1 else 1):
+        replayed = replay_stages(
+            stages,
+            layout,
+            count,
+            transfer,
+            slow=slow,
+            load=profile.load_seconds,
+            coupled=workload.coupled,
+            couple_loss=workload.couples_loss,
+            couple=couple_seconds(cluster, layout),
+        )
+        slow = _slow(profile.contention, replayed, layout)
+    assert replayed is not None
+    if layout.num_devices == 1 and profile.contention > 1:
+        alone = [1 / profile.contention]
+        return replay_stages(
+            stages,
+            layout,
+            count,
+            transfer,
+            slow=alone,
+            load=profile.load_seconds,
+            coupled=workload.coupled,
+            couple_loss=workload.couples_loss,
+        )
+    return replayed
+
+
+def _slow(contention: float, replayed: Replayed, layout: Layout) -> list[float]:
+    """Give each rank its share of the time that was taken with all ranks busy: while others wait it is faster."""
+    share = [b / replayed.seconds if replayed.seconds else 1.0 for b in replayed.busy]
+    if layout.pp == 1:
+        return [1.0]
+    found = []
+    for r in range(layout.pp):
+        others = [s for k, s in enumerate(share) if k != r]
+        active = min(1.0, sum(others) / len(others))
+        found.append((1 + (contention - 1) * active) / contention)
+    return found
+
+
+def couple_seconds(cluster: Cluster, layout: Layout) -> float:
+    """Give the time of one coupled row's exchange between replicas: small messages both ways."""
+    table = cluster.table("message", 2)
+    return 0.0 if layout.dp == 1 else 2 * (table.seconds(1024) if table else 5e-5)  # 50 us: two processes of a host
+
+
+def _norm_seconds(cluster: Cluster, workload: Workload, layout: Layout) -> float:
+    return couple_seconds(cluster, replace(layout, dp=2)) if workload.clips and layout.num_devices > 1 else 0.0
+
+
+def _tail(profile: Profile, cluster: Cluster, layout: Layout, stages: Sequence[StageCost], count: int) -> float:
+    """Give one rank's time to add partial sums up and to update its parameters."""
+    whole = sum(p.num_bytes for p in profile.parameters.values() if p.trainable) or 1
+    mine = sum(s.gradient_bytes for s in stages) / whole
+    update = profile.update_seconds
+    if not update and not cluster.is_here:
+        touched = sum(s.optimizer_bytes * 2 + s.gradient_bytes + s.parameter_bytes * 2 for s in stages)
+        shard = layout.dp if layout.zero else 1
+        return touched / shard / cluster.device.bytes_per_second
+    shared = layout.dp if cluster.is_here or layout.zero else 1
+    return update * mine / shared + profile.accumulate_seconds * mine * max(0, count - 1)
+
+
+def _memory(
+    profile: Profile,
+    workload: Workload,
+    layout: Layout,
+    stages: Sequence[StageCost],
+    rules: MemoryRules,
+    rows: tuple[int, int],
+    count: int,
+) -> tuple[RankMemory, ...]:
+    coupled = workload.coupled or workload.couples_loss
+    cells = live_bytes(stages, layout, count, coupled=coupled)
+    return tuple(
+        rank_memory(
+            stages[r :: layout.pp],
+            cells[r],
+            layout,
+            rules,
+            rows=rows,
+            buffers=profile.buffer_bytes,
+            batch=profile.batch_bytes,
+            is_last=r == layout.pp - 1,
+        )
+        for r in range(layout.pp)
+    )
+
+
+__all__ = ["CPU_RULES", "GPU_RULES", "Exchange", "Pricing", "Workload", "estimate", "measured_prices"]

@@ -1,0 +1,93 @@
+"""What replicas and stages tell one another, in seconds: gradients (and, with ZeRO 3, parameters), activations."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..hardware.cluster import Cluster
+from ..layout import Layout
+from .links import collective_seconds, message_seconds
+from .stage import StageCost
+from .time import Transfer
+
+LEAST_MESSAGE_SECONDS = 2.5e-5  # one message between two processes of a host, where nothing was measured
+HOST_BYTES_PER_SECOND = 5e9  # copying between them, where nothing was measured
+FIRST_BUCKET = 25e6  # bytes; what the last bucket of an overlapped exchange holds back (arXiv:2006.15704)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exchange:
+    """Hold what one rank's exchange with the other replicas takes: all of it, and what no computing hides."""
+
+    total: float
+    seconds: float
+
+
+def exchange_of(cluster: Cluster, layout: Layout, stages: Sequence[StageCost], num_microbatches: int) -> Exchange:
+    """Price the exchange of a rank that holds ``stages``."""
+    if layout.dp == 1:
+        return Exchange(total=0.0, seconds=0.0)
+    num_bytes = sum(s.gradient_bytes for s in stages)
+    if cluster.is_here:
+        seconds = _here(cluster, layout.dp, num_bytes)
+        return Exchange(total=seconds, seconds=seconds)
+    stride = layout.tp * layout.pp
+    kind = "all-reduce" if layout.zero == 0 else "reduce-scatter"
+    reduce = collective_seconds(cluster, kind, num_bytes, size=layout.dp, stride=stride)
+    backward = sum(s.seconds.backward + s.tensor_backward for s in stages)
+    if layout.zero == 3:
+        return _gathered(cluster, layout, stages, num_microbatches, reduce)
+    gather = 0.0
+    if layout.zero:
+        parameters = sum(s.parameter_bytes for s in stages)
+        gather = collective_seconds(cluster, "all-gather", parameters, size=layout.dp, stride=stride)
+    last = reduce * min(1.0, FIRST_BUCKET / num_bytes) if num_bytes else 0.0
+    exposed = max(last, reduce - backward / cluster.overlap_slowdown)
+    forward = sum(s.seconds.forward + s.tensor_forward for s in stages)
+    return Exchange(total=reduce + gather, seconds=exposed + max(0.0, gather - forward / cluster.overlap_slowdown))
+
+
+def _here(cluster: Cluster, dp: int, num_bytes: float) -> float:
+    """Read the measured exchange of replicas on this host."""
+    table = cluster.table("exchange", dp)
+    if table is not None:
+        return table.seconds(num_bytes)
+    moved = num_bytes * (dp + 1) / dp  # each adds up its share of all rows
+    return 4 * LEAST_MESSAGE_SECONDS + moved / cluster.device.bytes_per_second
+
+
+def _gathered(
+    cluster: Cluster, layout: Layout, stages: Sequence[StageCost], num_microbatches: int, reduce: float
+) -> Exchange:
+    """Price ZeRO 3: parameters are gathered for each forward and backward, gradients scattered, beside computing."""
+    stride = layout.tp * layout.pp
+    parameters = sum(s.parameter_bytes for s in stages)
+    units = max(1, sum(s.num_units for s in stages))
+    gather = collective_seconds(cluster, "all-gather", parameters, size=layout.dp, stride=stride)
+    forward = sum(s.seconds.forward + s.tensor_forward for s in stages)
+    backward = sum(s.seconds.backward + s.tensor_backward for s in stages) + (forward if layout.recompute else 0.0)
+    first = gather / units
+    exposed = first + max(0.0, gather - forward / cluster.overlap_slowdown)
+    exposed += reduce / units + max(0.0, gather + reduce - backward / cluster.overlap_slowdown)
+    total = num_microbatches * (2 * gather + reduce)
+    return Exchange(total=total, seconds=num_microbatches * exposed)
+
+
+def transfer_of(cluster: Cluster, layout: Layout, stages: Sequence[StageCost]) -> Transfer:
+    """Price handing values over at each boundary between stages."""
+    if layout.pp == 1:
+        return Transfer()
+    link, send = [], []
+    for stage in stages[:-1]:
+        num_bytes = stage.given_bytes
+        if cluster.is_here:
+            table = cluster.table("message", 2)
+            whole = table.seconds(num_bytes) if table else LEAST_MESSAGE_SECONDS + num_bytes / HOST_BYTES_PER_SECOND
+            least = table.seconds(1.0) if table else LEAST_MESSAGE_SECONDS
+            link.append(least)
+            send.append(whole - least)  # the sender copies the values to where both can read them
+        else:
+            link.append(message_seconds(cluster, num_bytes, distance=layout.tp))
+            send.append(0.0)
+    return Transfer(link=tuple(link), send=tuple(send))

@@ -1,0 +1,161 @@
+"""The peak memory of each pipeline rank, part by part: what stays, what the program keeps alive, what a cell adds."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from ..grid import Range, TreeStack, slot_ranges, split_evenly, tree_cover
+from ..layout import Layout
+from ..plan import RankMemory
+from ..schedule.actions import Action, Op
+from ..schedule.library import build_program
+from .stage import StageCost
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryRules:
+    """State what a runtime adds to the tensors of a job.
+
+    ``runtime_bytes``: a rank before it holds any tensor of the model (libraries, buffers of links, the program);
+    ``pipeline_bytes``: more of it on ranks that hand gradients over. ``margin``: by how much the allocator holds more
+    than is alive. ``shares_host``: replicas of a host share parameters and gradients in memory (each process then
+    counts what it touches). ``keeps_partial_sums``: the exact reduction keeps partial sums of the tree.
+    ``message_copies``: how often a value on its way between stages is held beside the tensor itself.
+    """
+
+    runtime_bytes: float = 0.0
+    pipeline_bytes: float = 0.0
+    margin: float = 1.0
+    shares_host: bool = False
+    keeps_partial_sums: bool = True
+    message_copies: float = 0.0
+
+
+@functools.lru_cache(maxsize=1024)
+def partial_sums(total: int, low: int, high: int) -> int:
+    """Count the most gradients of the whole model that slots ``[low, high)`` of a tree keep at once."""
+    if low >= high:
+        return 1
+    nodes: dict[Range, float] = {}
+    stack, most = TreeStack(total, low, high), 0
+    for slot in range(low, high):
+        most = max(most, len(nodes) + 1)  # the gradient that a backward makes beside those that wait
+        stack.push(nodes, slot, 0.0, lambda a, b: a + b)
+    return most
+
+
+def gradient_rows(num_microbatches: int, slots: int, dp: int) -> tuple[int, int]:
+    """Give for the replica that keeps most: gradients at once, and how many of them are whole nodes of the tree."""
+    groups = slot_ranges(num_microbatches, slots)
+    ranges = split_evenly(len(groups), dp)
+    covers = max(max(1, len(tree_cover(len(groups), *r))) for r in ranges)
+    return max(partial_sums(len(groups), *r) for r in ranges), covers
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cells:
+    """Hold what the cells of one pipeline rank keep: bytes at the peak, and how many microbatches that is."""
+
+    held: float
+    extra: float  # what the running cell adds at the peak
+    live: int
+
+
+def live_bytes(
+    stages: Sequence[StageCost], layout: Layout, num_microbatches: int, *, coupled: bool = False
+) -> tuple[Cells, ...]:
+    """Walk each rank's program and give its peak of activations; order alone decides it, no clock.
+
+    ``coupled``: every row needs all microbatches, so all are alive when the backward begins, as under gpipe.
+    """
+    layout = replace(layout, schedule="gpipe") if coupled else layout
+    program = build_program(
+        layout.schedule,
+        num_ranks=layout.pp,
+        num_microbatches=_enough(layout, num_microbatches),
+        virtual=layout.virtual,
+        tail=False,
+    )
+    return tuple(_walk(actions, stages, layout) for actions in program)
+
+
+def _enough(layout: Layout, num_microbatches: int) -> int:
+    """Give a number of microbatches with the same peak: but for gpipe, what is alive soon stays as it is."""
+    return num_microbatches if layout.schedule == "gpipe" else min(num_microbatches, 4 * layout.num_stages)
+
+
+def _walk(actions: Iterable[Action], stages: Sequence[StageCost], layout: Layout) -> Cells:
+    held, live, best = 0.0, 0, Cells(held=0.0, extra=0.0, live=0)
+    for action in actions:
+        if action.stage < 0:
+            continue
+        stage = stages[action.stage]
+        kept = kept_bytes(stage, layout)
+        if action.op is Op.FORWARD:
+            best = _higher(best, held, stage.forward_peak_bytes, live + 1)
+            held, live = held + kept, live + 1
+        elif action.op in (Op.BACKWARD, Op.BACKWARD_INPUT):
+            best = _higher(best, held - kept, stage.backward_peak_bytes, live)
+        if action.op in (Op.BACKWARD, Op.BACKWARD_WEIGHT):
+            held, live = held - kept, live - 1
+    return best
+
+
+def kept_bytes(stage: StageCost, layout: Layout) -> float:
+    """Give what a cell keeps until its backward: with recompute only what it took and gave."""
+    return stage.taken_bytes + stage.given_bytes if layout.recompute else stage.held_bytes
+
+
+def _higher(best: Cells, held: float, extra: float, live: int) -> Cells:
+    return (
+        Cells(held=held, extra=extra, live=max(live, best.live))
+        if held + extra > best.held + best.extra
+        else Cells(held=best.held, extra=best.extra, live=max(live, best.live))
+    )
+
+
+def rank_memory(
+    stages: Sequence[StageCost],
+    cells: Cells,
+    layout: Layout,
+    rules: MemoryRules,
+    *,
+    rows: tuple[int, int],
+    buffers: float,
+    batch: float,
+    is_last: bool,
+) -> RankMemory:
+    """Add up one pipeline rank's peak. ``rows`` are those of :func:`gradient_rows`."""
+    parameters = sum(s.parameter_bytes for s in stages)
+    gradients = sum(s.gradient_bytes for s in stages)
+    optimizer = sum(s.optimizer_bytes for s in stages)
+    dp, zero = layout.dp, layout.zero
+    most, nodes = rows if rules.keeps_partial_sums else (1, 1)
+    gathered = max((s.largest_bytes for s in stages), default=0.0)
+    if rules.shares_host and dp > 1:
+        held = parameters + parameters / dp
+        grads = gradients * (most + (dp - 1) * nodes / dp)
+        state = optimizer / dp
+    else:
+        held = parameters / dp + gathered if zero == 3 else parameters
+        grads = (gradients / dp + gathered if zero >= 2 else gradients) * most
+        state = optimizer / dp if zero >= 1 else optimizer
+    messages = rules.message_copies * sum(s.taken_bytes + s.given_bytes for s in stages) if layout.pp > 1 else 0.0
+    parts = {
+        "parameters": held,
+        "gradients": grads,
+        "optimizer": state,
+        "activations": cells.held,
+        "workspace": cells.extra + messages,
+        "buffers": buffers + batch * max(1, cells.live),
+        "runtime": rules.runtime_bytes + (rules.pipeline_bytes if layout.pp > 1 and not is_last else 0.0),
+    }
+    return RankMemory(parts=parts, reserved=_reserved(parts, rules), live_microbatches=cells.live)
+
+
+def _reserved(parts: Mapping[str, float], rules: MemoryRules) -> float:
+    """Give what the allocator holds for the parts; the runtime's own memory has no margin."""
+    runtime = parts["runtime"]
+    return runtime + rules.margin * (sum(parts.values()) - runtime)
