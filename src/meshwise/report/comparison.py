@@ -67,12 +67,37 @@ class LayoutResult:
         return self.samples_per_step / self.median if self.median else None
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UnitShare:
+    """Hold what one unit (a piece of the model that a stage may begin with) has of the whole.
+
+    ``seconds``: forward and backward of one microbatch. ``boundary_bytes``: what is handed on if it is cut behind.
+    """
+
+    name: str
+    parameter_bytes: float
+    seconds: float
+    activation_bytes: float
+    boundary_bytes: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScalingPoint:
+    """Hold the step time of the best layout on so many devices (same global batch); seconds, None: not measured."""
+
+    num_devices: int
+    layout: str
+    predicted_seconds: float
+    measured_seconds: float | None = None
+
+
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
     """Hold a whole comparison; ``results`` are in the order in which they were asked for.
 
     ``machine``, ``facts`` (pairs of a name and a text) and ``advice`` (one sentence) are text for people.
-    ``limit_bytes`` is what one device may use. ``best`` is the layout that the advice is about.
+    ``limit_bytes`` is what one device may use. ``best`` is the layout that the advice is about. ``units`` are the
+    model's, front to back; ``scaling`` is by number of devices.
     """
 
     job: str
@@ -83,6 +108,8 @@ class Comparison:
     best: str = ""
     advice: str = ""
     limit_bytes: float | None = None
+    units: tuple[UnitShare, ...] = ()
+    scaling: tuple[ScalingPoint, ...] = ()
     notes: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
