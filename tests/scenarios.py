@@ -13,9 +13,10 @@ from torch.utils.data import DataLoader, default_collate
 from meshwise.job import Job
 from meshwise.layout import Layout
 from meshwise.parallel.transport import Mailroom, MemoryTransport
+from meshwise.runtime.build import build_model
 from meshwise.runtime.losses import call_forward, loss_of
 from meshwise.runtime.step import StepResult
-from meshwise.runtime.worker import Worker, build_model, drive_together
+from meshwise.runtime.worker import Worker, drive_together
 
 CPU = torch.device("cpu")
 TOLERANCE = 1e-10

@@ -25,7 +25,10 @@ MODEL = PURE | {"model"}
 PARALLEL = MODEL | {"parallel"}
 RUNTIME = PARALLEL | {"data", "checkpoint", "runtime"}
 LAUNCH = RUNTIME | {"launch"}
-SURFACE = {"compare", "epochs", "session", "training", "trials", "verification"}  # what `import meshwise` offers
+SURFACE = {
+    *("parity", "comparing", "epochs", "planning", "probing", "session", "settling", "training", "trials"),
+    "verification",
+}  # what `import meshwise` offers
 
 MAY_IMPORT: dict[str, set[str]] = {
     **{name: VALUES for name in VALUES},

@@ -1,4 +1,4 @@
-"""The command line: ``meshwise train | verify | export``."""
+"""The command line: ``meshwise train | verify | plan | compare | probe | export``."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ FileArgument = Annotated[
     str, typer.Argument(metavar="FILE[:NAME]", help="Python file, and the job in it (default: job).")
 ]
 Devices = Annotated[int | None, typer.Option(help="Number of devices; all of this machine by default.")]
-LayoutOption = Annotated[str, typer.Option(help='Like "dp=2,pp=2,schedule=1f1b"; auto: one replica a device.')]
+LayoutOption = Annotated[str, typer.Option(help='Like "dp=2,pp=2,schedule=1f1b"; auto: what a plan chooses.')]
+MemoryOption = Annotated[str | None, typer.Option(help="What one device may use, like 2GiB; what is free by default.")]
+JsonOption = Annotated[Path | None, typer.Option(help="Also write what was found to this file, as JSON.")]
 Threads = Annotated[int, typer.Option(help="Threads of a CPU device.")]
 SetOption = Annotated[list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="Change a field of the job.")]
 
@@ -103,6 +105,110 @@ def verify(
     typer.echo(str(verdict))
     if not verdict:
         raise typer.Exit(1)
+
+
+@app.command()
+@_reported
+def plan(
+    file: FileArgument,
+    devices: Devices = None,
+    cluster: Annotated[
+        str | None, typer.Option(help="Plan for a cluster elsewhere: like 8xH100 or 2x8xA100-80GB, or a JSON file.")
+    ] = None,
+    memory: MemoryOption = None,
+    measure: Annotated[bool, typer.Option(help="Run the best few layouts for a few steps each.")] = True,
+    threads: Threads = 1,
+    json: JsonOption = None,
+    changes: SetOption = None,
+) -> None:
+    """Choose the layout of the job in FILE and say why."""
+    from .planning import plan as plan_job
+    from .report.terminal import show_plan
+
+    find_file(file)
+    job = load_job(file, changes or [])
+    made = plan_job(
+        job, devices=devices, cluster=cluster, memory=memory, measure=measure, threads=threads, tell=_tell
+    )
+    show_plan(made)
+    _write_json(json, made.to_json())
+
+
+@app.command()
+@_reported
+def compare(
+    file: FileArgument,
+    devices: Devices = None,
+    layouts: Annotated[
+        list[str] | None, typer.Option("--layout", help="A layout to run; again for more. The sensible ones by default.")
+    ] = None,
+    memory: MemoryOption = None,
+    seconds: Annotated[float, typer.Option(help="How long one turn of a layout runs.")] = 1.0,
+    turns: Annotated[int, typer.Option(help="Turns of each layout, interleaved.")] = 3,
+    threads: Threads = 1,
+    out: Annotated[Path | None, typer.Option(help="Folder for the page and pictures.")] = None,
+    changes: SetOption = None,
+) -> None:
+    """Run the sensible layouts of the job in FILE and draw what they take: time, memory, and why."""
+    from .comparing import compare as compare_job
+    from .report.terminal import show_comparison
+
+    find_file(file)
+    job = load_job(file, changes or [])
+    found = compare_job(
+        job, devices, layouts=layouts or (), memory=memory, seconds=seconds, turns=turns, threads=threads, tell=_tell
+    )
+    show_comparison(found)
+    _write_report(found, out or Path("comparisons") / job.name)
+
+
+def _write_report(found: Any, folder: Path) -> None:
+    """Write the page, its pictures where matplotlib is installed, and the values."""
+    from .report.page import write_page
+    from .report.pictures import write_pictures
+
+    folder.mkdir(parents=True, exist_ok=True)
+    _write_json(folder / "comparison.json", found.to_json())
+    try:
+        write_pictures(found, folder)
+    except JobError as error:  # the page draws its own
+        typer.echo(f"no PNG and SVG files: {error}", err=True)
+    typer.echo(f"wrote {write_page(found, folder)}")
+
+
+@app.command()
+@_reported
+def probe(
+    devices: Devices = None,
+    threads: Threads = 1,
+    quick: Annotated[bool, typer.Option("--quick", help="Only what planning needs, in a few seconds.")] = False,
+    json: JsonOption = None,
+) -> None:
+    """Measure this machine: computing, memory, and what ranks tell one another."""
+    from .probing import describe
+    from .probing import probe as probe_machine
+
+    found = probe_machine(devices, quick=quick, threads=threads, tell=_tell)
+    typer.echo(describe(found))
+    if json is not None:
+        from .hardware.files import write_cluster
+
+        write_cluster(found, json)
+        typer.echo(f"wrote {json}")
+
+
+def _tell(text: str) -> None:
+    """Say on a terminal what is being done."""
+    if sys.stderr.isatty():
+        typer.echo(f"{text} ...", err=True)
+
+
+def _write_json(path: Path | None, facts: Any) -> None:
+    import json
+
+    if path is not None:
+        path.write_text(json.dumps(facts, indent=2, default=str) + "\n")
+        typer.echo(f"wrote {path}")
 
 
 @app.command()

@@ -63,7 +63,13 @@ def run_training(
             break
         epoch, within = epoch + 1, 0
     report(RunEnded(num_steps=session.step_index - first_step, seconds=time.monotonic() - start))
-    return {"history": history, "num_steps": session.step_index - first_step, "notes": session.notes, "folder": folder}
+    return {
+        "history": history,
+        "num_steps": session.step_index - first_step,
+        "notes": session.notes,
+        "folder": folder,
+        "layout": session.layout,
+    }
 
 
 def _run_started(session: Session, span: Span, folder: Path, per_epoch: int | None) -> RunStarted:

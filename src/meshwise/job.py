@@ -25,7 +25,8 @@ class Job:
     model that returns its own loss. ``optimizer(params)`` builds a torch optimizer; ``param_groups(name,
     parameter)`` may give the options of each parameter's group. ``batch_size``: samples per optimizer step
     on any number of devices. ``microbatch_size``: samples computed at once, an int or a list; by default
-    the smallest that makes at most 8 microbatches. ``slots``: leaves of the reduction tree (default 8), the
+    the smallest that makes at most 8 microbatches; "auto" lets ``train`` and ``plan`` choose it, which say what to
+    write here so that the run can be repeated. ``slots``: leaves of the reduction tree (default 8), the
     most replicas that can share a step. ``loss_kind``: how losses of parts make the loss of the whole (found
     out by itself unless given): sum, mean (over samples), items (over valid targets), batch (coupled).
     ``weight(batch)``: samples or valid tokens of a microbatch. ``forward(model, batch)`` overrides the call.
@@ -42,7 +43,7 @@ class Job:
     loss: Callable[[Any, Any], Any] | None = None
     eval_data: Any = None
     metrics: Mapping[str, Any] = field(default_factory=dict)
-    microbatch_size: int | Sequence[int] | None = None
+    microbatch_size: int | Sequence[int] | str | None = None
     slots: int = DEFAULT_SLOTS
     epochs: int = 1
     seed: int = 0
@@ -90,6 +91,10 @@ class Job:
 
     def _check_microbatches(self) -> None:
         size = self.microbatch_size
+        if size == "auto":
+            return
+        if isinstance(size, str):
+            raise JobError(f'microbatch_size={size!r}; it must be a whole number, a list of them, or "auto".')
         sizes = [] if size is None else [size] if isinstance(size, int) else list(size)
         if any(not isinstance(n, int) or n < 1 for n in sizes):
             raise JobError(f"microbatch_size={size!r}; it must be a whole number of at least 1, or a list of them.")
@@ -101,7 +106,12 @@ class Job:
 
     @property
     def microbatch(self) -> int | tuple[int, ...]:
-        """Give the microbatch size (or sizes) in force."""
+        """Give the microbatch size (or sizes) in force. Raises JobError while it is "auto"."""
+        if isinstance(self.microbatch_size, str):
+            raise JobError(
+                'microbatch_size="auto" is settled by meshwise.train and meshwise.plan; everywhere else write the size '
+                "that they chose."
+            )
         if self.microbatch_size is None:
             return default_microbatch_size(self.batch_size)
         if isinstance(self.microbatch_size, int):

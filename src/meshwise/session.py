@@ -24,6 +24,7 @@ from .launch.rank import join_environment
 from .layout import Layout
 from .parallel.connect import connect
 from .parallel.transport import Mailroom, MemoryTransport, Transport, wait_for
+from .plan import Plan
 from .runtime.evaluate import evaluate
 from .runtime.look import look
 from .runtime.offers import Facts, offers, processor_flags
@@ -55,6 +56,11 @@ def choose_layout(job: Job, layout: str | Layout, devices: int | None) -> Layout
     return chosen
 
 
+def planned_notes(made: Plan | None) -> list[str]:
+    """Say in a few words what "auto" has chosen and why."""
+    return [] if made is None else [f"auto: {line}" for line in made.advice[:2]]
+
+
 def make_transport(layout: Layout, rank: int, device: torch.device) -> Transport:
     """Make the transport of one rank: none is needed alone, else the process group's. Every rank calls it."""
     if layout.num_devices == 1:
@@ -75,7 +81,8 @@ class Session:
             session.evaluate()
             session.save("checkpoint")
 
-    ``cuts``: the first units of the stages after the first, as a plan chose them. Runs on one device by itself; on
+    ``layout="auto"`` takes the layout that a plan chooses for all ranks. ``cuts``: the first units of the stages after
+    the first, as a plan chose them. Runs on one device by itself; on
     more inside ``torchrun`` or ``meshwise.launch.local.run_ranks``. Raises LayoutError when the layout does not fit the
     ranks there are.
     """
@@ -95,6 +102,12 @@ class Session:
         self._threads = torch.get_num_threads()
         rank, world, found = self._join(threads)
         device = found if device is None else device
+        self.plan: Plan | None = None
+        if world > 1 and devices is None and not isinstance(layout, Layout) and layout.strip() == "auto":
+            from .settling import plan_among_ranks
+
+            self.plan = plan_among_ranks(job, device, threads=threads or 1)
+            layout, cuts = self.plan.layout, self.plan.chosen.cuts or None
         self.layout = choose_layout(job, layout, devices if devices is not None else world)
         if self.layout.num_devices != world:
             raise LayoutError(
@@ -109,7 +122,7 @@ class Session:
             self._open.enter_context(freed_memory_kept())
         self.worker = Worker(job, self.layout, make_transport(self.layout, rank, device), device, cuts)
         self.warnings = look(job, self.worker.model, self.worker.staged) if rank == 0 else []
-        self.notes = self.worker.notes
+        self.notes = [*planned_notes(self.plan), *self.worker.notes]
         self.offers = offers(self._facts(world)) if rank == 0 else []
 
     def _facts(self, world: int) -> Facts:

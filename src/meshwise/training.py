@@ -21,6 +21,7 @@ if TYPE_CHECKING:  # the rest is imported while ranks' own imports are on their 
     import torch
 
     from .session import Session
+    from .settling import Settled
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,11 +65,12 @@ class TrainResult:
 @dataclass(frozen=True, kw_only=True)
 class _Plan:
     job: Job
-    layout: Layout
+    layout: str | Layout  # settled, but under torchrun, where the ranks settle it
     span: Span
     folder: Path
     resume: Path | None
     threads: int
+    settled: Settled | None = None
 
 
 def train(
@@ -86,29 +88,36 @@ def train(
 ) -> TrainResult:
     """Train ``job`` and return what came of it.
 
-    Starts one rank a device (all devices of this machine unless ``devices`` or ``layout`` says otherwise); under
-    ``torchrun`` every rank calls it and joins. ``run`` is the run's folder (default ``runs/NAME-TIME``); ``resume``
-    a run or checkpoint to go on from, under any layout. ``steps`` limits the optimizer steps. ``threads`` is the
-    number of threads of a CPU device. ``listeners`` get the events of rank 0. Raises LayoutError, JobError or
-    CaptureError before the first step; RankError with the first failing rank's own error after it.
+    Starts one rank a device of the layout; "auto" plans it (see :func:`meshwise.plan`) for ``devices``, or for as many
+    of this machine's as make a step fastest. Under ``torchrun`` every rank calls it and joins. ``run`` is the run's
+    folder (default ``runs/NAME-TIME``); ``resume`` a run or checkpoint to go on from, under any layout. ``steps``
+    limits the optimizer steps. ``threads`` is the number of threads of a CPU device. ``listeners`` get the events of
+    rank 0. Raises LayoutError, JobError or CaptureError before the first step; RankError with the first failing
+    rank's own error after it.
     """
     warm_for(layout, devices)
     from .launch.environment import detect
     from .report.progress import Progress
-    from .session import choose_layout
+    from .settling import settle
 
     environment = detect()
     joined = environment.world_size > 1
-    chosen = choose_layout(job, layout, environment.world_size if joined else devices)
+    show = Progress(enabled=progress and environment.rank == 0)
+    settled = None
+    if not joined:
+        settled = settle(
+            job, layout, devices, threads=threads, steps=steps or num_steps_of(job, epochs), tell=show.tell
+        )
+        job, layout = settled.job, settled.layout
     plan = _Plan(
         job=job,
-        layout=chosen,
+        layout=layout,
+        settled=settled,
         span=Span(epochs=job.epochs if epochs is None else epochs, steps=steps),
         folder=_run_folder(job, run, resume),
         resume=None if resume is None else Path(resume).resolve(),
         threads=threads,
     )
-    show = Progress(enabled=progress and environment.rank == 0)
 
     def hear(event: Any) -> None:
         show(event)
@@ -119,13 +128,23 @@ def train(
     with show:
         found = _run(plan, joined, hear)
     return TrainResult(
-        layout=chosen,
+        layout=found["layout"],
         folder=found["folder"],
         history=tuple(found["history"]),
         num_steps=found["num_steps"],
         seconds=time.monotonic() - start,
         notes=tuple(found["notes"]),
     )
+
+
+def num_steps_of(job: Job, epochs: int | None) -> int | None:
+    """Count the optimizer steps of a run, None where its data cannot be counted."""
+    from .data.loader import MicrobatchLoader
+    from .data.order import num_steps
+
+    count = MicrobatchLoader(job.train_data, seed=job.seed, num_workers=None).num_samples
+    each = None if count is None else num_steps(count, job.batch_size, job.drop_last)
+    return None if each is None else each * (job.epochs if epochs is None else epochs)
 
 
 def warm_for(layout: str | Layout, devices: int | None) -> None:
@@ -148,12 +167,14 @@ def _run(plan: _Plan, joined: bool, hear: Callable[[Event], None]) -> dict[str, 
         with Session(plan.job, plan.layout, threads=plan.threads) as session:
             plan = replace(plan, folder=session.agree(plan.folder))
             return train_rank(session, plan, hear if session.rank == 0 else _ignore)
-    if plan.layout.num_devices == 1 and not dist.is_initialized():
+    settled = plan.settled
+    assert settled is not None
+    if settled.layout.num_devices == 1 and not dist.is_initialized():
         with Session(plan.job, plan.layout, devices=1, threads=plan.threads) as session:
             return train_rank(session, plan, hear)
     results = run_ranks(
         lambda context: _rank_main(plan, context),
-        plan.layout.num_devices,
+        settled.layout.num_devices,
         threads=plan.threads,
         on_event=hear,
         name=plan.job.name,
@@ -165,7 +186,8 @@ def _run(plan: _Plan, joined: bool, hear: Callable[[Event], None]) -> dict[str, 
 def _rank_main(plan: _Plan, context: Any) -> dict[str, Any] | None:
     from .session import Session
 
-    with Session(plan.job, plan.layout, device=context.device) as session:
+    cuts = plan.settled.cuts if plan.settled is not None else None
+    with Session(plan.job, plan.layout, device=context.device, cuts=cuts) as session:
         emit = context.emit if session.rank == 0 else _ignore
         found = train_rank(session, plan, emit)
         return found if session.rank == 0 else None
@@ -173,6 +195,9 @@ def _rank_main(plan: _Plan, context: Any) -> dict[str, Any] | None:
 
 def train_rank(session: Session, plan: Any, hear: Callable[[Event], None]) -> dict[str, Any]:
     """Run the training of one rank; rank 0 writes the run's folder."""
+    if plan.settled is not None and plan.settled.made is not None:
+        session.plan = plan.settled.made
+        session.notes = [*plan.settled.notes, *session.notes]
     if plan.resume is not None:
         session.load(plan.resume)
     if session.rank != 0:
@@ -195,6 +220,7 @@ def _write_facts(session: Session, plan: Any) -> None:
             [u.key[0] for u in staged.units if staged.stage_of_unit(u.index) == s]
             for s in range(len(staged.stages))
         ],
+        "plan": None if session.plan is None else session.plan.to_json(),
         "notes": session.notes,
         "warnings": session.warnings,
         "offers": session.offers,

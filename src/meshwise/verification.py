@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import nn
 
-from .compare.fingerprint import KINDS, StepPrints, stages_of, take_prints
-from .compare.plain import NoDropout, compare_plain
+from .parity.fingerprint import KINDS, StepPrints, stages_of, take_prints
+from .parity.plain import NoDropout, compare_plain
 from .errors import MeshwiseError, VerifyError
 from .job import Job
 from .launch.forkserver import warm

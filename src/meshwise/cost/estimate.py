@@ -10,6 +10,7 @@ from ..grid import slot_ranges, split_evenly
 from ..hardware.cluster import Cluster
 from ..layout import Layout
 from ..plan import Estimate, RankMemory
+from ..schedule.replay import Timeline
 from .exchange import Exchange, exchange_of, transfer_of
 from .memory import MemoryRules, gradient_rows, live_bytes, rank_memory
 from .profile import CellSeconds, Profile
@@ -125,6 +126,22 @@ def estimate(
         spread=0.1 if cluster.is_here else 0.25,
         notes=pricing.notes,
     )
+
+
+def timeline_of(
+    profile: Profile, cluster: Cluster, workload: Workload, layout: Layout, cuts: Sequence[int], pricing: Pricing
+) -> Timeline:
+    """Give the predicted timeline of one replica's pipeline, without what comes after it."""
+    stages = cut_stages(pricing.table, cuts)
+    return _replay(profile, cluster, workload, layout, stages, workload.most_microbatches(layout.dp)).timeline
+
+
+def memory_of(
+    profile: Profile, workload: Workload, layout: Layout, stages: Sequence[StageCost], rules: MemoryRules
+) -> tuple[RankMemory, ...]:
+    """Give the memory of each pipeline rank under a layout cut into ``stages``."""
+    rows = gradient_rows(workload.num_microbatches, _slots(workload, layout), layout.dp)
+    return _memory(profile, workload, layout, stages, rules, rows, workload.most_microbatches(layout.dp))
 
 
 def _slots(workload: Workload, layout: Layout) -> int:

@@ -53,6 +53,11 @@ class Progress:
         elif isinstance(event, RunEnded):
             self._end(event)
 
+    def tell(self, text: str) -> None:
+        """Show what is done before the run starts."""
+        if self.enabled and self.console.is_terminal:
+            self.console.print(f"  {escape(text)} ...", style="dim", highlight=False, soft_wrap=True)
+
     def _start(self, event: RunStarted) -> None:
         devices = f"{event.num_devices} device{'s' if event.num_devices != 1 else ''}"
         self.console.print(

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Generator, Iterator, Sequence
 from typing import Any
 
-import numpy
 import torch
 from torch import Tensor, nn
 
 from ..data.loader import MicrobatchLoader
 from ..data.order import epoch_order, locate, num_steps, step_ids
-from ..errors import CaptureError, DataError, JobError
+from ..errors import CaptureError, DataError
 from ..grid import microbatch_sizes
 from ..job import Job
 from ..layout import Layout
 from ..parallel.transport import Transport
 from ..tree import map_leaves
 from .book import Book
+from .build import build_model
 from .elementwise import FusedUpdate
 from .engine import Engine
 from .finish import holders
@@ -26,33 +25,6 @@ from .losses import count_samples
 from .probe import PROBE_SAMPLES, make_weigher
 from .step import Share, StepBatch, StepResult
 from .update import build_optimizer, take_hooks
-
-
-def seed_everything(seed: int) -> None:
-    """Seed Python's, numpy's and torch's global generators."""
-    random.seed(seed)
-    numpy.random.seed(seed % (1 << 32))
-    torch.manual_seed(seed)
-
-
-def build_model(job: Job, device: torch.device) -> nn.Module:
-    """Build the job's model on a device, the same weights on every rank (a function is called under the seed)."""
-    if isinstance(job.model, nn.Module):
-        model = job.model
-    else:
-        seed_everything(job.seed)
-        model = job.model()
-    if not isinstance(model, nn.Module):
-        raise JobError(
-            f"model= must be an nn.Module or a function that builds one, not {type(model).__name__}."
-        )
-    lazy = [n for n, p in model.named_parameters() if isinstance(p, nn.parameter.UninitializedParameter)]
-    if lazy:
-        raise JobError(
-            f"parameter {lazy[0]!r} is lazy: its size is not known yet. Run one sample through the model where it "
-            "is built, before it goes into the Job."
-        )
-    return model.to(device, torch.float64) if job.precision == "float64" else model.to(device)
 
 
 def move(data: Any, device: torch.device, precision: str) -> Any:
@@ -84,7 +56,7 @@ class Worker:
         self.loader = MicrobatchLoader(job.train_data, seed=job.seed, num_workers=job.num_workers or None)
         self.drop_last = job.drop_last or self.loader.drop_last
         self.shuffle = job.shuffle if self.loader.shuffle is None else self.loader.shuffle
-        self.model = build_model(job, device)
+        self.model = build_model(job, device, lambda: self._probe(self._microbatch_size()))
         self.model.train()
         self.book = Book(job, layout, self.model, device, cuts)
         probe = self._probe(self._microbatch_size())
