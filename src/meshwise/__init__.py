@@ -9,9 +9,6 @@ from .job import Job
 from .layout import Layout
 
 if TYPE_CHECKING:
-    from .comparing import compare
-    from .plan import Plan
-    from .planning import plan
     from .session import Session
     from .training import TrainResult, train
     from .verification import Verdict, verify

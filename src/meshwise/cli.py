@@ -140,7 +140,7 @@ def compare(
     file: FileArgument,
     devices: Devices = None,
     layouts: Annotated[
-        list[str] | None, typer.Option("--layout", help="A layout to run; again for more. The sensible ones by default.")
+        list[str] | None, typer.Option("--layout", help="A layout to run (may be repeated); sensible ones by default.")
     ] = None,
     memory: MemoryOption = None,
     seconds: Annotated[float, typer.Option(help="How long one turn of a layout runs.")] = 1.0,

@@ -8,13 +8,13 @@ from typing import Any
 
 from torch import nn
 
-from .parity.fingerprint import KINDS, StepPrints, stages_of, take_prints
-from .parity.plain import NoDropout, compare_plain
 from .errors import MeshwiseError, VerifyError
 from .job import Job
 from .launch.forkserver import warm
 from .launch.local import run_ranks
 from .layout import Layout
+from .parity.fingerprint import KINDS, StepPrints, stages_of, take_prints
+from .parity.plain import NoDropout, compare_plain
 from .session import Session, choose_layout
 
 PLAIN_TOLERANCE = 1e-10  # float64, relative to max(1, |value|): rounding of another order of additions

@@ -84,6 +84,7 @@ def time_job(
     began = resident_bytes()
     resets = reset_peak()
     worker = Worker(job, Layout(), MemoryTransport(0, Mailroom()), device)
+    built = peak_bytes()
     batch = next(iter(worker.batches(0)))
     m = batch.sizes.index(max(batch.sizes))
     data = batch.microbatch(m)
@@ -98,8 +99,13 @@ def time_job(
         ranks.meet()
         together = steps.run(budget.seconds)
         highest = peak_bytes()
-        if resets and began is not None and highest is not None and ranks.world_size > 1:
-            profile = replace(profile, peak_bytes=float(highest - began), peak_microbatches=steps.counts[1])
+        if resets and began is not None and highest is not None and built is not None and ranks.world_size > 1:
+            profile = replace(
+                profile,
+                peak_bytes=float(highest - began),
+                peak_microbatches=steps.counts[1],
+                build_bytes=float(built - began),
+            )
     units = UnitTimer(job, worker, data)
     ranks.meet()
     timed = _settle(profile, units.run(budget.seconds), together, load)
