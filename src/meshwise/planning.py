@@ -27,8 +27,11 @@ if TYPE_CHECKING:
 Tell = Callable[[str], None]
 NUM_MEASURED = 3  # layouts that are run when measuring
 CLOSE = 1.25  # a layout predicted to take this much longer than the best is not run
+HEADROOM = 1.1  # a rank must have so much more room than is predicted; see benchmarks/predictions for its error
 HERE = Space(runnable=True)
 THERE = Space(runnable=False, virtual=(2, 4))
+THEADROOM = 1.1  # a rank must have so much more room than is predicted; see benchmarks/predictions for its error
+HERE = Space(runnable=False, virtual=(2, 4))
 
 
 def _quiet(text: str) -> None:
@@ -271,6 +274,7 @@ def survey_of(
         limit_bytes=limit.bytes,
         blocked=blocked_reason(profiles[0]),
         fixed_cuts=fixed_cuts(job, profiles[0]),
+        headroom=HEADROOM,
     )
     return Survey(job=job, task=task, limit=limit, space=HERE, threads=threads, notes=profiles[0].notes)
 

@@ -12,18 +12,19 @@ from ..layout import Layout
 from ..plan import Estimate, RankMemory
 from ..schedule.replay import Timeline
 from .exchange import Exchange, exchange_of, transfer_of
-from .memory import MemoryRules, gradient_rows, live_bytes, rank_memory
+from .memory import MemoryRules, Step, gradient_rows, live_bytes, rank_memory
 from .profile import CellSeconds, Profile
 from .stage import StageCost, StageTable, UnitPrice
 from .time import Replayed, replay_stages
 
 NOTHING = CellSeconds(forward=0.0, backward=0.0, backward_input=0.0, backward_weight=0.0)
+PYTHON_BYTES = 2 * 2**20  # of a rank beside pages of libraries: the program and its code; measured, torch 2.13
 CPU_RULES = MemoryRules(
     runtime_bytes=26 * 2**20,  # measured: a rank of a tiny job above a rank with everything imported, torch 2.13
-    pipeline_bytes=31 * 2**20,  # measured: torch imports its symbolic shapes when gradients are handed over
+    split_bytes=31 * 2**20,  # measured: torch imports its symbolic shapes where a backward is parted
     margin=1.02,
     shares_host=True,
-    message_copies=1.0,  # the block of the arena that a message lies in
+    message_copies=4.0,  # measured: two under way each way, 1f1b
 )
 GPU_RULES = MemoryRules(
     runtime_bytes=1.0 * 2**30,  # CUDA context and NCCL buffers: 0.5-2 GiB (ml-engineering, training/performance)
@@ -72,18 +73,19 @@ def measured_prices(profile: Profile) -> list[UnitPrice]:
 
 
 def fitted_rules(profile: Profile, workload: Workload, rules: MemoryRules) -> MemoryRules:
-    """Take the allocator's margin from what steps on one device were measured to take, where they were.
+    """Take what libraries, kernels and the allocator hold from what steps on one device were measured to take.
 
     What kernels use for themselves and what the C library keeps in pieces differs from model to model: 2 to 60 percent.
     """
     if profile.peak_bytes is None:
         return rules
-    plain = replace(rules, margin=1.0)
-    few = replace(workload, num_microbatches=profile.peak_microbatches, coupled=workload.coupled)
+    runtime = profile.file_bytes + PYTHON_BYTES
+    plain = replace(rules, margin=1.0, runtime_bytes=runtime, build_bytes=0.0, scratch_bytes=0.0)
+    few = replace(workload, num_microbatches=profile.peak_microbatches)
     table = StageTable(profile, [UnitPrice(seconds=NOTHING)] * len(profile.units))
     (rank,) = _memory(profile, few, Layout(), cut_stages(table, ()), plain, _rows(few), profile.peak_microbatches)
-    mine = rank.allocated - rules.runtime_bytes
-    return replace(rules, margin=max(1.0, (profile.peak_bytes - rules.runtime_bytes) / mine)) if mine > 0 else rules
+    scratch = max(0.0, profile.peak_bytes - rank.allocated)
+    return replace(plain, scratch_bytes=scratch, build_bytes=profile.build_bytes)
 
 
 def _rows(workload: Workload) -> tuple[int, int]:
@@ -237,18 +239,15 @@ def _memory(
 ) -> tuple[RankMemory, ...]:
     coupled = workload.coupled or workload.couples_loss
     cells = live_bytes(stages, layout, count, coupled=coupled)
+    step = Step(
+        rows=rows,
+        num_microbatches=count,
+        buffers=profile.buffer_bytes,
+        batch=profile.batch_bytes,
+        coupled=workload.coupled,
+    )
     return tuple(
-        rank_memory(
-            stages[r :: layout.pp],
-            cells[r],
-            layout,
-            rules,
-            rows=rows,
-            buffers=profile.buffer_bytes,
-            batch=profile.batch_bytes,
-            is_last=r == layout.pp - 1,
-        )
-        for r in range(layout.pp)
+        rank_memory(stages[r :: layout.pp], cells[r], layout, rules, step, pp_index=r) for r in range(layout.pp)
     )
 
 

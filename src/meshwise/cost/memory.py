@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from ..grid import Range, TreeStack, slot_ranges, split_evenly, tree_cover
@@ -18,15 +18,19 @@ from .stage import StageCost
 class MemoryRules:
     """State what a runtime adds to the tensors of a job.
 
-    ``runtime_bytes``: a rank before it holds any tensor of the model (libraries, buffers of links, the program);
-    ``pipeline_bytes``: more of it on ranks that hand gradients over. ``margin``: by how much the allocator holds more
-    than is alive. ``shares_host``: replicas of a host share parameters and gradients in memory (each process then
-    counts what it touches). ``keeps_partial_sums``: the exact reduction keeps partial sums of the tree.
-    ``message_copies``: how often a value on its way between stages is held beside the tensor itself.
+    ``runtime_bytes``: a rank before it holds any tensor of the model (pages of libraries, the program);
+    ``split_bytes``: more of it on ranks that part a backward in two (zero-bubble). ``build_bytes``: what building the whole model and
+    looking into it leaves in the allocator: ranks hold that much even if their stage needs less. ``scratch_bytes``:
+    what kernels use for themselves and what the allocator keeps in pieces; ``margin``: by how much it holds more than
+    is alive. ``shares_host``: replicas of a host share parameters and gradients in memory (each process counts what it
+    touches). ``keeps_partial_sums``: the exact reduction keeps partial sums of the tree. ``message_copies``: how many
+    messages are under way at once over each boundary, both directions together.
     """
 
     runtime_bytes: float = 0.0
-    pipeline_bytes: float = 0.0
+    split_bytes: float = 0.0
+    build_bytes: float = 0.0
+    scratch_bytes: float = 0.0
     margin: float = 1.0
     shares_host: bool = False
     keeps_partial_sums: bool = True
@@ -116,46 +120,67 @@ def _higher(best: Cells, held: float, extra: float, live: int) -> Cells:
     )
 
 
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """State what memory depends on beside stages and layout.
+
+    ``rows`` are those of :func:`gradient_rows`, ``num_microbatches`` those of the replica that has most, ``coupled``
+    says that the step goes through the model layer by layer (so that gradients are added up there and then).
+    """
+
+    rows: tuple[int, int]
+    num_microbatches: int
+    buffers: float
+    batch: float
+    coupled: bool = False
+
+
 def rank_memory(
-    stages: Sequence[StageCost],
-    cells: Cells,
-    layout: Layout,
-    rules: MemoryRules,
-    *,
-    rows: tuple[int, int],
-    buffers: float,
-    batch: float,
-    is_last: bool,
+    stages: Sequence[StageCost], cells: Cells, layout: Layout, rules: MemoryRules, step: Step, *, pp_index: int
 ) -> RankMemory:
-    """Add up one pipeline rank's peak. ``rows`` are those of :func:`gradient_rows`."""
+    """Add up the peak of one pipeline rank, of its fullest replica."""
     parameters = sum(s.parameter_bytes for s in stages)
-    gradients = sum(s.gradient_bytes for s in stages)
     optimizer = sum(s.optimizer_bytes for s in stages)
+    kept, fresh = _gradients(stages, rules, step)
     dp, zero = layout.dp, layout.zero
-    most, nodes = rows if rules.keeps_partial_sums else (1, 1)
     gathered = max((s.largest_bytes for s in stages), default=0.0)
-    if rules.shares_host and dp > 1:
-        held = parameters + parameters / dp
-        grads = gradients * (most + (dp - 1) * nodes / dp)
-        state = optimizer / dp
+    messages = _messages(stages, layout, rules, step)
+    if rules.shares_host and dp > 1:  # parameters are mapped twice, and whoever publishes them touches all of both
+        mapped = 2 * parameters, kept * (1 + (dp - 1) / dp)
+        held, grads, state = mapped[0], mapped[1] + fresh, optimizer / dp
+        outside = sum(mapped) + messages
     else:
         held = parameters / dp + gathered if zero == 3 else parameters
-        grads = (gradients / dp + gathered if zero >= 2 else gradients) * most
+        grads = (kept + fresh) / dp + gathered if zero >= 2 else kept + fresh
         state = optimizer / dp if zero >= 1 else optimizer
-    messages = rules.message_copies * sum(s.taken_bytes + s.given_bytes for s in stages) if layout.pp > 1 else 0.0
+        outside = messages
+    split = rules.split_bytes if layout.schedule == "zero-bubble" and pp_index else 0.0
     parts = {
         "parameters": held,
         "gradients": grads,
         "optimizer": state,
         "activations": cells.held,
         "workspace": cells.extra + messages,
-        "buffers": buffers + batch * max(1, cells.live),
-        "runtime": rules.runtime_bytes + (rules.pipeline_bytes if layout.pp > 1 and not is_last else 0.0),
+        "buffers": step.buffers + step.batch * max(1, cells.live),
+        "runtime": rules.runtime_bytes + split,
     }
-    return RankMemory(parts=parts, reserved=_reserved(parts, rules), live_microbatches=cells.live)
+    inside = sum(parts.values()) - parts["runtime"] - outside
+    reserved = parts["runtime"] + outside + max(rules.build_bytes, rules.margin * inside + rules.scratch_bytes)
+    return RankMemory(parts=parts, reserved=reserved, live_microbatches=cells.live)
 
 
-def _reserved(parts: Mapping[str, float], rules: MemoryRules) -> float:
-    """Give what the allocator holds for the parts; the runtime's own memory has no margin."""
-    runtime = parts["runtime"]
-    return runtime + rules.margin * (sum(parts.values()) - runtime)
+def _gradients(stages: Sequence[StageCost], rules: MemoryRules, step: Step) -> tuple[float, float]:
+    """Give the bytes of gradients that are kept through a step, and of those that are made and added to them."""
+    gradients = sum(s.gradient_bytes for s in stages)
+    most, nodes = step.rows if rules.keeps_partial_sums else (1, 1)
+    if step.coupled:
+        return gradients * nodes, (most - nodes) * max(s.largest_gradient_bytes for s in stages)
+    return gradients * nodes, gradients * (most - nodes)
+
+
+def _messages(stages: Sequence[StageCost], layout: Layout, rules: MemoryRules, step: Step) -> float:
+    """Give the bytes of the messages that are under way; under gpipe a sender runs ahead."""
+    if layout.pp == 1:
+        return 0.0
+    ahead = min(4, step.num_microbatches) / 2 if layout.schedule == "gpipe" or step.coupled else 1.0
+    return rules.message_copies * ahead * sum(s.taken_bytes + s.given_bytes for s in stages)

@@ -29,7 +29,8 @@ class StageCost:
 
     ``held_bytes`` stay from the forward to the backward; ``forward_peak_bytes`` and ``backward_peak_bytes`` are the
     most that one cell adds to what is held of other microbatches. ``taken_bytes`` and ``given_bytes`` cross its
-    boundaries. ``largest_bytes``: parameters of its two largest units (what ZeRO 3 has gathered at once).
+    boundaries. ``largest_bytes``: parameters of its two largest units (what ZeRO 3 has gathered at once);
+    ``largest_gradient_bytes``: gradients of its largest unit.
     """
 
     first: int
@@ -47,6 +48,7 @@ class StageCost:
     gradient_bytes: float
     optimizer_bytes: float
     largest_bytes: float
+    largest_gradient_bytes: float
     num_units: int
     num_rows: int
 
@@ -131,6 +133,7 @@ class StageTable:
             gradient_bytes=sum(self._bytes(p) for p in owned if p.trainable),
             optimizer_bytes=sum(p.optimizer_bytes / (self.tp if p.tp_sharded else 1) for p in owned),
             largest_bytes=sum(unit_bytes[:2]),
+            largest_gradient_bytes=max(map(self._gradients, range(first, last))),
             num_units=last - first,
             num_rows=sum(self.units[u].is_row for u in range(first, last)),
         )
@@ -148,15 +151,16 @@ class StageTable:
     def _bytes(self, parameter: ParameterProfile) -> float:
         return parameter.num_bytes / (self.tp if parameter.tp_sharded else 1)
 
+    def _gradients(self, unit: int) -> float:
+        return sum(self._bytes(p) for p in self._of(unit) if p.trainable)
+
     def _peaks(self, first: int, last: int) -> tuple[float, float]:
-        """Give the most that a forward and a backward cell of the stage have alive at once."""
+        """Give the most that a forward and a backward cell of the stage have alive at once.
+
+        Gradients of parameters are not among it: they are counted as rows of the reduction tree.
+        """
         alive = self.boundary(first - 1)
         forward = backward = alive
-        gone = 0.0  # gradients of parameters of the units behind, seen from the end
-        after = [0.0] * (last - first)
-        for u in reversed(range(first, last)):
-            after[u - first] = gone
-            gone += sum(self._bytes(p) for p in self._of(u) if p.trainable) if first else 0.0
         for u in range(first, last):
             unit = self.units[u]
             before = self.units[u - 1].boundary_unsaved_bytes if u > first else 0.0
@@ -166,5 +170,6 @@ class StageTable:
             )
             alive += self.saved[u] - (self._parted(unit.saved_input_bytes, 0.0) if u == first and first else 0.0)
             flowing = self._parted(unit.boundary_grad_bytes, 0.0)
-            backward = max(backward, alive + flowing + after[u - first] + self._parted(unit.backward_peak_bytes, 0.0))
+            inside = max(0.0, self._parted(unit.backward_peak_bytes, 0.0) - self._gradients(u))
+            backward = max(backward, alive + flowing + inside)
         return forward, backward

@@ -102,6 +102,11 @@ def resident_bytes() -> int | None:
     return _status("VmRSS", ROOT)
 
 
+def file_bytes() -> int | None:
+    """Give the part of the resident memory that is pages of files (libraries); None where the system does not say."""
+    return _status("RssFile", ROOT)
+
+
 def peak_bytes() -> int | None:
     """Give the most memory this process has held since it began or :func:`reset_peak`; None where nobody knows."""
     return _status("VmHWM", ROOT)

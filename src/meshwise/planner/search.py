@@ -8,11 +8,11 @@ from dataclasses import dataclass, field, replace
 
 from ..cost.estimate import Pricing, Workload, cut_stages, estimate
 from ..cost.exchange import transfer_of
-from ..cost.memory import gradient_rows, live_bytes, rank_memory
+from ..cost.memory import Step, gradient_rows, live_bytes, rank_memory
 from ..cost.profile import Profile
 from ..hardware.cluster import Cluster
 from ..layout import Layout
-from ..plan import Candidate, Estimate, RankMemory, Rejection
+from ..plan import Candidate, Estimate, Rejection
 from ..quantities import format_bytes
 from .space import Space, illegal, layouts
 from .stages import Fits, best_cuts, improved
@@ -25,7 +25,8 @@ class Task:
     """State what is to be planned: one profile for each microbatch size that may be taken.
 
     ``price(profile, layout)`` gives prices and memory rules for a layout. ``limit_bytes``: what one device may use.
-    ``fixed_cuts``: the first units of stages, where the job names them.
+    ``fixed_cuts``: the first units of stages, where the job names them. ``headroom``: how much room a rank must have
+    beyond what is predicted (1.1: ten percent).
     """
 
     profiles: Sequence[Profile]
@@ -36,6 +37,11 @@ class Task:
     limit_bytes: float | None = None
     blocked: str = ""
     fixed_cuts: Callable[[int], tuple[int, ...] | None] = field(default=lambda stages: None)
+    headroom: float = 1.0
+
+    def fits(self, num_bytes: float) -> bool:
+        """Tell whether a rank that is predicted to hold so much may be started."""
+        return self.limit_bytes is None or num_bytes * self.headroom <= self.limit_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,8 +91,8 @@ def consider(task: Task, profile: Profile, workload: Workload, layout: Layout) -
     pricing = task.price(profile, layout)
     cuts = _cuts(task, profile, workload, layout, pricing)
     estimated = estimate(profile, task.cluster, workload, layout, cuts, pricing)
-    if task.limit_bytes is not None and estimated.peak_bytes > task.limit_bytes:
-        return Rejection(layout=str(layout), reason=too_large(estimated, task.limit_bytes))
+    if task.limit_bytes is not None and not task.fits(estimated.peak_bytes):
+        return Rejection(layout=str(layout), reason=too_large(estimated, task.limit_bytes, task.headroom))
     return Candidate(
         layout=layout,
         microbatch_size=profile.microbatch_size,
@@ -96,14 +102,17 @@ def consider(task: Task, profile: Profile, workload: Workload, layout: Layout) -
     )
 
 
-def too_large(estimated: Estimate, limit: float) -> str:
+def too_large(estimated: Estimate, limit: float, headroom: float = 1.0) -> str:
     """Say by how much a layout does not fit, and which part is largest."""
-    over = [r for r, rank in enumerate(estimated.memory) if rank.reserved > limit]
+    over = [r for r, rank in enumerate(estimated.memory) if rank.reserved * headroom > limit]
     rank = max(estimated.memory, key=lambda m: m.reserved)
     name, largest = max(rank.parts.items(), key=lambda item: item[1])
     where = "every rank" if len(over) == len(estimated.memory) else f"stage {', '.join(map(str, over))}"
     kind = {"optimizer": "optimizer state is", "workspace": "workspace is"}.get(name, f"{name} are")
-    return f"{format_bytes(rank.reserved)} of {format_bytes(limit)} on {where}; {kind} {format_bytes(largest)} of it"
+    more = f" (and {headroom - 1:.0%} to be safe)" if rank.reserved <= limit else ""
+    return (
+        f"{format_bytes(rank.reserved)}{more} of {format_bytes(limit)} on {where}; {kind} {format_bytes(largest)} of it"
+    )
 
 
 def name_stages(profile: Profile, cuts: Sequence[int]) -> tuple[str, ...]:
@@ -141,7 +150,7 @@ def _seconds(
     task: Task, profile: Profile, workload: Workload, layout: Layout, pricing: Pricing, cuts: tuple[int, ...]
 ) -> float:
     estimated = estimate(profile, task.cluster, workload, layout, cuts, pricing)
-    if task.limit_bytes is not None and estimated.peak_bytes > task.limit_bytes:
+    if not task.fits(estimated.peak_bytes):
         return float("inf")
     return estimated.seconds
 
@@ -157,52 +166,32 @@ def _handed(task: Task, profile: Profile, layout: Layout, pricing: Pricing) -> l
 def _all_fit(
     task: Task, profile: Profile, workload: Workload, layout: Layout, pricing: Pricing, cuts: tuple[int, ...]
 ) -> bool:
-    assert task.limit_bytes is not None
-    return estimate(profile, task.cluster, workload, layout, cuts, pricing).peak_bytes <= task.limit_bytes
+    return task.fits(estimate(profile, task.cluster, workload, layout, cuts, pricing).peak_bytes)
 
 
 def _fits(task: Task, profile: Profile, workload: Workload, layout: Layout, pricing: Pricing) -> Fits:
     """Give the test whether one stage fits on its rank: early stages of 1f1b keep more microbatches alive."""
     count = workload.most_microbatches(layout.dp)
-    rows = gradient_rows(workload.num_microbatches, max(workload.slots, layout.dp), layout.dp)
+    step = Step(
+        rows=gradient_rows(workload.num_microbatches, max(workload.slots, layout.dp), layout.dp),
+        num_microbatches=count,
+        buffers=profile.buffer_bytes,
+        batch=profile.batch_bytes,
+        coupled=workload.coupled,
+    )
     coupled = workload.coupled or workload.couples_loss
     known: dict[tuple[int, int, int], bool] = {}
 
     def fits(stage: int, first: int, last: int) -> bool:
         key = (stage, first, last)
         if key not in known:
-            known[key] = _stage_memory(pricing, layout, stage, first, last, count, rows, profile, coupled).reserved <= (
-                task.limit_bytes or 0
-            )
+            cost = pricing.table.stage(first, last)
+            cells = live_bytes([cost] * layout.num_stages, layout, count, coupled=coupled)[stage % layout.pp]
+            held = rank_memory([cost] * layout.virtual, cells, layout, pricing.rules, step, pp_index=stage % layout.pp)
+            known[key] = task.fits(held.reserved)
         return known[key]
 
     return fits
-
-
-def _stage_memory(
-    pricing: Pricing,
-    layout: Layout,
-    stage: int,
-    first: int,
-    last: int,
-    count: int,
-    rows: tuple[int, int],
-    profile: Profile,
-    coupled: bool,
-) -> RankMemory:
-    """Give the memory of a rank all of whose stages are like this one."""
-    cost = pricing.table.stage(first, last)
-    cells = live_bytes([cost] * layout.num_stages, layout, count, coupled=coupled)[stage % layout.pp]
-    return rank_memory(
-        [cost] * layout.virtual,
-        cells,
-        layout,
-        pricing.rules,
-        rows=rows,
-        buffers=profile.buffer_bytes,
-        batch=profile.batch_bytes,
-        is_last=stage == layout.num_stages - 1,
-    )
 
 
 __all__ = ["Found", "Task", "consider", "cut_stages", "search", "too_large"]

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ..cost.profile import CellSeconds, Profile
 from ..grid import microbatch_sizes
-from ..hardware.limits import peak_bytes, reset_peak, resident_bytes
+from ..hardware.limits import file_bytes, peak_bytes, reset_peak, resident_bytes
 from ..job import Job
 from ..layout import Layout
 from ..parallel.transport import Mailroom, MemoryTransport
@@ -81,10 +81,9 @@ def time_job(
     Rank 0 also times steps while the others wait, and measures the memory they take; the last rank does the counting,
     whose own memory would show in that.
     """
-    began = resident_bytes()
-    resets = reset_peak()
+    memory = MemoryWatch()
     worker = Worker(job, Layout(), MemoryTransport(0, Mailroom()), device)
-    built = peak_bytes()
+    memory.built()
     batch = next(iter(worker.batches(0)))
     m = batch.sizes.index(max(batch.sizes))
     data = batch.microbatch(m)
@@ -98,14 +97,8 @@ def time_job(
         alone = steps.run(budget.seconds / 2) if ranks.rank == 0 else None
         ranks.meet()
         together = steps.run(budget.seconds)
-        highest = peak_bytes()
-        if resets and began is not None and highest is not None and built is not None and ranks.world_size > 1:
-            profile = replace(
-                profile,
-                peak_bytes=float(highest - began),
-                peak_microbatches=steps.counts[1],
-                build_bytes=float(built - began),
-            )
+        if ranks.world_size > 1:
+            profile = memory.seen(profile, steps.counts[1])
     units = UnitTimer(job, worker, data)
     ranks.meet()
     timed = _settle(profile, units.run(budget.seconds), together, load)
@@ -113,6 +106,35 @@ def time_job(
         timed = replace(timed, contention=max(1.0, together.microbatch / alone.microbatch))
     found: Profile = ranks.tell(timed if ranks.rank == 0 else None)[0]
     return found
+
+
+class MemoryWatch:
+    """Note what this process holds as a job is built and run, above what it held before."""
+
+    def __init__(self) -> None:
+        self.resets = reset_peak()
+        self.began, self.files = resident_bytes(), file_bytes()
+        self.after_build: tuple[int | None, int | None] = (None, None)
+
+    def built(self) -> None:
+        """Note that the model is built."""
+        self.after_build = peak_bytes(), file_bytes()
+
+    def seen(self, profile: Profile, num_microbatches: int) -> Profile:
+        """Put what whole steps of so many microbatches took into the profile, where the system says it."""
+        highest, files = peak_bytes(), file_bytes()
+        built, build_files = self.after_build
+        if not self.resets or highest is None or built is None or self.began is None:
+            return profile
+        if files is None or self.files is None or build_files is None:
+            return profile
+        return replace(
+            profile,
+            peak_bytes=float(highest - self.began),
+            peak_microbatches=num_microbatches,
+            file_bytes=float(files - self.files),
+            build_bytes=float(built - self.began - (build_files - self.files)),
+        )
 
 
 def _median(run: Callable[[], Any], seconds: float) -> float:
