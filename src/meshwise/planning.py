@@ -31,7 +31,6 @@ HEADROOM = 1.1  # a rank must have so much more room than is predicted; see benc
 HERE = Space(runnable=True)
 THERE = Space(runnable=False, virtual=(2, 4))
 THEADROOM = 1.1  # a rank must have so much more room than is predicted; see benchmarks/predictions for its error
-HERE = Space(runnable=False, virtual=(2, 4))
 
 
 def _quiet(text: str) -> None:

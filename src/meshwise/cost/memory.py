@@ -19,12 +19,12 @@ class MemoryRules:
     """State what a runtime adds to the tensors of a job.
 
     ``runtime_bytes``: a rank before it holds any tensor of the model (pages of libraries, the program);
-    ``split_bytes``: more of it on ranks that part a backward in two (zero-bubble). ``build_bytes``: what building the whole model and
-    looking into it leaves in the allocator: ranks hold that much even if their stage needs less. ``scratch_bytes``:
-    what kernels use for themselves and what the allocator keeps in pieces; ``margin``: by how much it holds more than
-    is alive. ``shares_host``: replicas of a host share parameters and gradients in memory (each process counts what it
-    touches). ``keeps_partial_sums``: the exact reduction keeps partial sums of the tree. ``message_copies``: how many
-    messages are under way at once over each boundary, both directions together.
+    ``split_bytes``: more of it on ranks that part a backward in two (zero-bubble). ``build_bytes``: what building the
+    whole model and looking into it leaves in the allocator: ranks hold that much even if their stage needs less.
+    ``scratch_bytes``: what kernels use for themselves and what the allocator keeps in pieces; ``margin``: by how much
+    it holds more than is alive. ``shares_host``: replicas of a host share parameters and gradients in memory (each
+    process counts what it touches). ``keeps_partial_sums``: the exact reduction keeps partial sums of the tree.
+    ``message_copies``: how many messages are under way at once over each boundary, both directions together.
     """
 
     runtime_bytes: float = 0.0
