@@ -30,7 +30,6 @@ CLOSE = 1.25  # a layout predicted to take this much longer than the best is not
 HEADROOM = 1.1  # a rank must have so much more room than is predicted; see benchmarks/predictions for its error
 HERE = Space(runnable=True)
 THERE = Space(runnable=False, virtual=(2, 4))
-THEADROOM = 1.1  # a rank must have so much more room than is predicted; see benchmarks/predictions for its error
 
 
 def _quiet(text: str) -> None:
