@@ -19,12 +19,13 @@ MAX_FUNCTION_LINES = 60
 # ---- the import table: a part of the package, and the other parts it may import -----------------
 
 VALUES = {"errors", "events", "grid", "job", "layout", "mesh", "plan", "quantities", "tree"}
-COST = VALUES | {"schedule", "hardware.cluster", "hardware.named", "hardware.limits", "cost"}
+HARDWARE = {"hardware.cluster", "hardware.files", "hardware.named", "hardware.limits", "hardware.remembered"}
+COST = VALUES | HARDWARE | {"schedule", "cost"}
 PURE = COST | {"data.order", "planner"}  # planning: no torch
 MODEL = PURE | {"model"}
 PARALLEL = MODEL | {"parallel"}
 RUNTIME = PARALLEL | {"data", "checkpoint", "runtime"}
-LAUNCH = RUNTIME | {"launch"}
+LAUNCH = RUNTIME | {"launch", "hardware.probe"}
 SURFACE = {
     *("parity", "comparing", "epochs", "planning", "probing", "session", "settling", "training", "trials"),
     "verification",
@@ -36,7 +37,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "hardware": VALUES,
     "hardware.cluster": VALUES,
     "hardware.limits": VALUES,
-    "hardware.named": VALUES | {"hardware.cluster"},
+    "hardware.files": VALUES | {"hardware.cluster"},
+    "hardware.remembered": VALUES | {"hardware.cluster", "hardware.files"},
+    "hardware.named": VALUES | {"hardware.cluster", "hardware.files"},
+    "hardware.probe": VALUES | {"hardware.cluster", "parallel"},
     "cost": COST,
     "planner": PURE,
     "data.order": VALUES,

@@ -13,6 +13,7 @@ from .time import Transfer
 
 LEAST_MESSAGE_SECONDS = 2.5e-5  # one message between two processes of a host, where nothing was measured
 HOST_BYTES_PER_SECOND = 5e9  # copying between them, where nothing was measured
+SEND_LAUNCHES, RECEIVE_LAUNCHES = 16, 10  # what Python does around one message, in smallest operations; measured, pp=2
 FIRST_BUCKET = 25e6  # bytes; what the last bucket of an overlapped exchange holds back (arXiv:2006.15704)
 
 
@@ -82,12 +83,14 @@ def transfer_of(cluster: Cluster, layout: Layout, stages: Sequence[StageCost]) -
     for stage in stages[:-1]:
         num_bytes = stage.given_bytes
         if cluster.is_here:
-            table = cluster.table("message", 2)
+            table, own = cluster.table("message", 2), cluster.table("send", 2)
             whole = table.seconds(num_bytes) if table else LEAST_MESSAGE_SECONDS + num_bytes / HOST_BYTES_PER_SECOND
             least = table.seconds(1.0) if table else LEAST_MESSAGE_SECONDS
-            link.append(least)
-            send.append(whole - least)  # the sender copies the values to where both can read them
+            copied = own.seconds(num_bytes) if own else whole - least  # to where both ranks can read it
+            link.append(max(0.0, whole - copied))
+            send.append(copied + SEND_LAUNCHES * cluster.device.launch_seconds)
         else:
             link.append(message_seconds(cluster, num_bytes, distance=layout.tp))
             send.append(0.0)
-    return Transfer(link=tuple(link), send=tuple(send))
+    receive = RECEIVE_LAUNCHES * cluster.device.launch_seconds if cluster.is_here else 0.0
+    return Transfer(link=tuple(link), send=tuple(send), receive=receive)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..layout import Layout
 from ..schedule.actions import CELLS, RECEIVES, Op, Program
@@ -32,10 +32,14 @@ class Replayed:
 
 @dataclass(frozen=True, kw_only=True)
 class Transfer:
-    """Say what handing values on costs at each boundary: ``link`` until they arrive, ``send`` of the sender's time."""
+    """Say what handing values on costs at each boundary: ``link`` until they arrive, ``send`` of the sender's time.
+
+    ``receive``: of the receiver's time, for each message.
+    """
 
     link: tuple[float, ...] = ()
     send: tuple[float, ...] = ()
+    receive: float = 0.0
 
 
 def replay_stages(
@@ -53,7 +57,7 @@ def replay_stages(
     """Replay one replica's pipeline. ``slow`` multiplies ranks' cells; ``load`` is added where the batch is read."""
     segments = tuple(s.num_rows + 1 for s in stages) if coupled else ()
     costs = _costs(stages, layout, transfer, slow, load, couple)
-    silent = _costs(stages, layout, Transfer(send=transfer.send), slow, load, couple)
+    silent = _costs(stages, layout, replace(transfer, link=()), slow, load, couple)
     build = functools.partial(_program, layout, segments, couple_loss)
     whole, timeline, busy = _run(build, costs, num_microbatches, layout.pp)
     quiet = _run(build, silent, num_microbatches, layout.pp)[0] if any(transfer.link) else whole
@@ -89,13 +93,14 @@ def _costs(
     factor = [slow[s % layout.pp] if slow else 1.0 for s in range(count)]
     send = [*transfer.send, 0.0] if transfer.send else [0.0] * count
     reads = [load * ((s == 0) + (s == last)) / (1 if last else 2) for s in range(count)]
+    takes = [transfer.receive * (k > 0) for k in range(count)]
     forward = [(s.seconds.forward + s.tensor_forward) * f for s, f in zip(stages, factor, strict=True)]
     again = forward if layout.recompute else [0.0] * count
     whole = [(s.seconds.backward + s.tensor_backward) * f for s, f in zip(stages, factor, strict=True)]
     weight = [s.seconds.backward_weight * f for s, f in zip(stages, factor, strict=True)]
-    back = [send[k - 1] if k else 0.0 for k in range(count)]
+    back = [(send[k - 1] if k else 0.0) + transfer.receive * (k < last) for k in range(count)]
     return Costs(
-        forward=[a + b + c for a, b, c in zip(forward, send, reads, strict=True)],
+        forward=[sum(parts) for parts in zip(forward, send, reads, takes, strict=True)],
         backward=[a + b + c for a, b, c in zip(whole, again, back, strict=True)],
         backward_input=[a + b + c - w for a, b, c, w in zip(whole, again, back, weight, strict=True)],
         backward_weight=weight,
