@@ -6,7 +6,7 @@ Nothing is timed and no memory is taken, so this also serves for models and devi
 from __future__ import annotations
 
 import contextlib
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,6 +29,7 @@ from ..tree import leaves
 from .book import forward_names
 from .cells import Cell, StageState, Values
 from .losses import Loss, call_forward, count_samples, loss_of
+from .repeats import Given, Repeats, give_again, given_by, meta_of
 from .update import build_optimizer
 
 
@@ -45,26 +46,35 @@ def count_model(job: Job, model: nn.Module, batch: Any, *, graph: Graph | None =
     Parameters, buffers and the batch may be real, fake or on the meta device; none is read or changed. Raises JobError
     when the forward needs values (then it can only be counted by running it).
     """
+    return count_sizes(job, model, [batch], graph=graph)[0]
+
+
+def count_sizes(job: Job, model: nn.Module, batches: Sequence[Any], *, graph: Graph | None = None) -> list[Profile]:
+    """Count a model on microbatches of several sizes; see :func:`count_model`."""
     mode = fake_mode()
     with faked(model, mode), mode:
-        data = as_fake(batch, mode)
-        num_samples = count_samples(data)
+        found = [as_fake(batch, mode) for batch in batches]
         forward, loss = call_forward(job, forward_names(model)), loss_of(job)
         with _casting(job):
-            graph = graph or capture(model, forward, data, num_samples=num_samples, use=loss)
-            run = UnitRun(job, model, unit_stages(job, graph), data, loss)
-            units = run.all_units()
+            first = found[0]
+            graph = graph or capture(model, forward, first, num_samples=count_samples(first), use=loss)
+            staged = unit_stages(job, graph)
+            runs = [UnitRun(job, model, staged, data, loss) for data in found]
+            units = [run.all_units() for run in runs]
         parameters = _parameters(job, model)
         buffers = sum(b.numel() * b.element_size() for b in model.buffers())
-    return Profile(
-        microbatch_size=num_samples,
-        units=units,
-        parameters=parameters,
-        buffer_bytes=buffers,
-        batch_bytes=float(sum(t.numel() * t.element_size() for t in leaves(data) if isinstance(t, Tensor))),
-        uncounted=dict(run.uncounted),
-        notes=tuple(_notes(graph)),
-    )
+    return [
+        Profile(
+            microbatch_size=count_samples(data),
+            units=each,
+            parameters=parameters,
+            buffer_bytes=buffers,
+            batch_bytes=float(sum(t.numel() * t.element_size() for t in leaves(data) if isinstance(t, Tensor))),
+            uncounted=run.uncounted,
+            notes=tuple(_notes(graph)),
+        )
+        for data, run, each in zip(found, runs, units, strict=True)
+    ]
 
 
 def _casting(job: Job) -> contextlib.AbstractContextManager[Any]:
@@ -123,14 +133,17 @@ class UnitRun:
     def __init__(self, job: Job, model: nn.Module, staged: Staged, data: Any, loss: Loss) -> None:
         self.job, self.model, self.staged, self.data, self.loss = job, model, staged, data, loss
         self.inputs = Inputs(data)
-        self.states = [StageState(model, staged, s) for s in range(len(staged.stages))]
-        tensors: dict[Any, Tensor] = {}
-        for state in self.states:
-            state.begin(tensors)
-        self.tallies = [_Tally() for _ in self.states]
-        self.uncounted: dict[str, int] = defaultdict(int)
+        count = len(staged.stages)
+        self.states: dict[int, StageState] = {}  # of the units that are run
+        self.tensors: dict[Any, Tensor] = {}
+        self.repeats = Repeats(staged.graph)
+        self.named = dict(model.named_parameters(remove_duplicate=False))
+        self.same = list(range(count))  # the unit that each repeats
+        self.given: dict[int, tuple[Given, ...]] = {}
+        self.tallies = [_Tally() for _ in range(count)]
+        self.unknown = [Counter[str]() for _ in range(count)]
         self.at, self.phase = 0, FORWARD
-        held = [*tensors.values(), *model.parameters(), *model.buffers(), *self.inputs, *staged.graph.constants]
+        held = [*model.parameters(), *model.buffers(), *self.inputs, *staged.graph.constants]
         self.tracker = Tracker([t for t in held if isinstance(t, Tensor)], note=self._note)
         self.saved: set[int | None] = set()
         self.fresh: list[Tensor] = []  # saved by the unit that runs now, and by none before
@@ -139,7 +152,7 @@ class UnitRun:
     def _note(self, operation: Operation) -> None:
         self.tallies[self.at].add(operation, self.phase)
         if operation.kind == "uncounted" and self.phase != INPUT:
-            self.uncounted[operation.name] += 1
+            self.unknown[self.at][operation.name] += 1
 
     def _pack(self, tensor: Tensor) -> Tensor:
         storage = storage_of(tensor)
@@ -150,26 +163,62 @@ class UnitRun:
 
     def all_units(self) -> tuple[UnitProfile, ...]:
         """Run all units and give what was noted."""
+        count = len(self.staged.stages)
+        facts: dict[int, dict[str, float]] = {}
+        backwards: dict[int, float] = {}
         with self.tracker:
-            forwards = [self._forward(u) for u in range(len(self.states))]
+            for u in range(count):
+                takes = _detached(self.cells[-1].gives) if u else ()
+                self.same[u] = self._find(u, takes)
+                if self.same[u] == u:
+                    facts[u] = self._forward(u, takes)
+                else:
+                    given = self.given[self.same[u]]
+                    self.cells.append(Cell(takes=takes, gives=give_again(given, takes, self.saved)))
             grads: Values = ()
-            backwards = {}
-            for u in reversed(range(len(self.states))):
-                backwards[u], grads = self._backward(u, grads)
-        return tuple(self._profile(u, facts, backwards[u]) for u, facts in enumerate(forwards))
+            for u in reversed(range(count)):
+                if self.same[u] == u:
+                    if u + 1 < count and self.same[u + 1] != u + 1:
+                        grads = _like(self.cells[-1].gives)
+                    backwards[u], grads = self._backward(u, grads)
+                else:
+                    self.cells.pop()
+        return tuple(self._profile(u, facts[first], backwards[first]) for u, first in enumerate(self.same))
 
-    def _forward(self, u: int) -> dict[str, float]:
+    @property
+    def uncounted(self) -> dict[str, int]:
+        """Count the operations nothing is known about."""
+        return dict(sum((self.unknown[first] for first in self.same), Counter()))
+
+    def _find(self, u: int, takes: Values) -> int:
+        """Give the unit that this one repeats; the last one, with the loss, is always run."""
+        (segment,) = self.staged.stages[u]
+        unit = self.staged.units[u]
+        nodes = self.staged.graph.nodes[unit.start : unit.stop]
+        leaves = [meta_of(self.named.get(site[0])) for site in segment.sites]
+        first = self.repeats.find(u, nodes, segment, takes, leaves)
+        return u if u == len(self.same) - 1 else first
+
+    def _state(self, u: int) -> StageState:
+        if u not in self.states:
+            self.states[u] = state = StageState(self.model, self.staged, u)
+            state.begin(self.tensors)
+            self.tracker.known |= {storage_of(t) for t in self.tensors.values()}
+        return self.states[u]
+
+    def _forward(self, u: int, takes: Values) -> dict[str, float]:
         self.at, self.phase, self.fresh = u, FORWARD, []
-        takes = _detached(self.cells[-1].gives) if u else ()
+        state = self._state(u)
         before = {storage_of(t) for t in takes if t is not None}
         begun = self.tracker.begin()
         with torch.autograd.graph.saved_tensors_hooks(self._pack, lambda t: t):
-            cell = self.states[u].forward(
+            cell = state.forward(
                 0, self.inputs, takes, batch=count_samples(self.data), seed=_no_seed, rows=None, key=(0, u)
             )
-            if u == len(self.states) - 1:
+            if u == len(self.same) - 1:
                 cell.loss = self.loss(self._output(cell), self.data)
         self.cells.append(cell)
+        self.given[u] = given_by(takes, cell.gives, self.saved)
         new = [t for t in self.fresh if storage_of(t) not in before]
         taken = [t for t in self.fresh if storage_of(t) in before]
         size = self.tracker.size
@@ -214,11 +263,16 @@ class UnitRun:
         return UnitProfile(
             name=path + (f"#{call + 1}" if call else ""),
             params=unit.params,
-            work=self.tallies[u].work(),
+            work=self.tallies[self.same[u]].work(),
             backward_peak_bytes=backward_peak,
             is_row=any(n.row is not None for n in nodes) and self.job.batch_norm == "batch",
             **facts,
         )
+
+
+def _like(values: Values) -> Values:
+    """Make gradients of values whose reader was not run."""
+    return tuple(None if t is None or not t.requires_grad else torch.empty_like(t) for t in values)
 
 
 def _no_seed(unit: int, host: bool = False) -> None:

@@ -16,15 +16,15 @@ from ..errors import DataError, JobError
 from ..job import Job
 from ..tree import map_leaves
 from .build import build_model, fill_lazy, lazy_names, refuse_lazy, seed_everything
-from .counted import count_model
+from .counted import count_sizes
 
 
 def profiles_elsewhere(job: Job, sizes: Sequence[int]) -> list[Profile]:
     """Count the model at each microbatch size; beyond two sizes, what is affine in the samples is not counted again."""
     model = build_on_meta(job)
     if len(sizes) <= 2:
-        return [count_model(job, model, samples(job, size)) for size in sizes]
-    one, two = (count_model(job, model, samples(job, size)) for size in (1, 2))
+        return count_sizes(job, model, [samples(job, size) for size in sizes])
+    one, two = count_sizes(job, model, [samples(job, size) for size in (1, 2)])
     return [one if s == 1 else two if s == 2 else at_microbatch(one, two, s) for s in sizes]
 
 
