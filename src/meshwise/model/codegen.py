@@ -10,6 +10,7 @@ under every layout.
 
 from __future__ import annotations
 
+import bisect
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -35,7 +36,6 @@ from .graph import (
 from .linear import linear
 from .units import Liveness, Unit, find_refs_in_output, node_params
 
-DERIVES = (torch.autograd.grad, torch.autograd.backward)
 Site = tuple[str, int]  # parameter name, node group (unit, part of a unit, or a row) that uses it
 PART_BITS = 32  # a part of a unit has the number of its first node above these bits
 
@@ -74,13 +74,16 @@ def stage_pieces(graph: Graph, start: int, stop: int, *, coupled: bool) -> list[
     return [Piece(start=a, stop=b, row=k > 0) for k, (a, b) in enumerate(itertools.pairwise(edges))]
 
 
-def crossing(graph: Graph, liveness: Liveness, at: int) -> tuple[int, ...]:
+def crossing(liveness: Liveness, at: int) -> tuple[int, ...]:
     """List the values made before node ``at`` and used at or after it."""
-    return tuple(
-        v
-        for v, info in sorted(graph.values.items())
-        if info.producer < at <= len(graph.nodes) and liveness.last_use.get(v, -1) >= at
-    )
+    return liveness.alive[at]
+
+
+def _near(units: Sequence[Unit], piece: Piece) -> Sequence[Unit]:
+    """Give the units of a piece, and the one before it."""
+    low = bisect.bisect_right(units, piece.start - 1, key=lambda u: u.start) - 1
+    high = bisect.bisect_left(units, piece.stop, key=lambda u: u.start)
+    return units[max(0, low) : high]
 
 
 class Writer:
@@ -90,7 +93,7 @@ class Writer:
         self, graph: Graph, liveness: Liveness, units: Sequence[Unit], piece: Piece, statistics: str
     ) -> None:
         self.graph, self.liveness, self.piece = graph, liveness, piece
-        self.unit_of = {i: u.index for u in units for i in range(u.start, u.stop)}
+        self.unit_of = {i: u.index for u in _near(units, piece) for i in range(u.start, u.stop)}
         self.names: dict[str, Any] = {
             "torch": torch,
             "no_grad": torch.no_grad,
@@ -102,10 +105,10 @@ class Writer:
         self.statistics_mode = statistics
         self.statistics: list[BatchNormRow] = []
         self.row_sites: tuple[Site, Site] | None = None
-        self.derives = any(n.target in DERIVES for n in graph.nodes)  # then backwards are differentiated
-        self.takes = crossing(graph, liveness, piece.start)
+        self.derives = liveness.derives
+        self.takes = crossing(liveness, piece.start)
         self.gives = (
-            crossing(graph, liveness, piece.stop) if piece.stop < len(graph.nodes) else self._outputs()
+            crossing(liveness, piece.stop) if piece.stop < len(graph.nodes) else self._outputs()
         )
 
     def _outputs(self) -> tuple[int, ...]:

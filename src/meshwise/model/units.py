@@ -8,13 +8,16 @@ what cannot be sent. Units come from the model alone, so they are the same under
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+
+import torch
 
 from ..errors import CaptureError
 from .graph import Attribute, Buffer, Constant, Graph, Input, Node, Param, Ref, Value, find_refs
 
 Key = tuple[str, int]
+DERIVES = (torch.autograd.grad, torch.autograd.backward)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +34,10 @@ class Unit:
 
 @dataclass(frozen=True, kw_only=True)
 class Liveness:
-    """Hold where each value is used last, and before which nodes a cut is legal."""
+    """Hold where each value is used last, and before which nodes a cut is legal.
+
+    ``alive[i]``: the values made before node i and used at it or later. ``derives``: the forward itself runs backwards.
+    """
 
     last_use: dict[int, int]
     legal: tuple[bool, ...]
@@ -39,6 +45,8 @@ class Liveness:
     row_reasons: dict[
         int, str
     ]  # as ``reasons``, for a coupled row: a changed buffer does not stand in its way
+    alive: tuple[tuple[int, ...], ...]
+    derives: bool
 
 
 def node_params(graph: Graph, node: Node) -> tuple[str, ...]:
@@ -65,7 +73,22 @@ def analyse(graph: Graph) -> Liveness:
                 reasons.setdefault(i, why)
                 row_reasons.setdefault(i, why)
     legal = tuple(i == 0 or i not in reasons for i in range(len(graph.nodes) + 1))
-    return Liveness(last_use=last_use, legal=legal, reasons=reasons, row_reasons=row_reasons)
+    return Liveness(
+        last_use=last_use,
+        legal=legal,
+        reasons=reasons,
+        row_reasons=row_reasons,
+        alive=_alive(graph, last_use),
+        derives=any(n.target in DERIVES for n in graph.nodes),
+    )
+
+
+def _alive(graph: Graph, last_use: Mapping[int, int]) -> tuple[tuple[int, ...], ...]:
+    found: list[list[int]] = [[] for _ in range(len(graph.nodes) + 1)]
+    for value, info in sorted(graph.values.items()):
+        for at in range(info.producer + 1, min(last_use.get(value, -1), len(graph.nodes)) + 1):
+            found[at].append(value)
+    return tuple(map(tuple, found))
 
 
 def _last_uses(graph: Graph) -> dict[int, int]:
