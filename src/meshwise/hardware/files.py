@@ -155,8 +155,8 @@ class _Part:
             return none
         fits = _is_number(value) and (above is None or value > above) and (least is None or value >= least)
         if not fits or value > most:
-            bounds = [f"above {above:g}"] * (above is not None) + [f"of at least {least:g}"] * (least is not None)
-            bounds += [f"of at most {most:g}"] * math.isfinite(most)
+            limits = {"above": above, "of at least": least, "of at most": most if math.isfinite(most) else None}
+            bounds = [f"{words} {limit:g}" for words, limit in limits.items() if limit is not None]
             raise self._wrong(key, f"a number {' and '.join(bounds)}")
         return float(value)
 
