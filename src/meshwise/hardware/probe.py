@@ -28,10 +28,12 @@ KIB, MIB = 1 << 10, 1 << 20
 DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SIDES = {"cpu": (512, 1024), "other": (4096, 8192)}  # of square matrices: large for the device, a few ms at most
 STREAM_BYTES = {"cpu": 48 * MIB, "other": 512 * MIB}  # of each tensor of two: larger than a device's share of a cache
-QUICK_SIZES = (KIB, 64 * KIB, MIB, 8 * MIB)
-FULL_SIZES = (KIB, 16 * KIB, 64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB)
+QUICK_SIZES: tuple[int, ...] = (KIB, 64 * KIB, MIB, 8 * MIB)
+FULL_SIZES: tuple[int, ...] = (KIB, 16 * KIB, 64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB)
 LARGEST_SITE = 4 * MIB  # bytes of one parameter's gradient in an exchange by messages: a layer of 1024 x 1024 in fp32
 ROUND_SECONDS = 2e-3  # of computing between two looks at the clock: 100 times what waiting for a GPU takes
+COMPUTE_SECONDS = {True: 0.15, False: 0.4}  # quick or not: for each figure of a device
+LINK_SECONDS = {True: 0.03, False: 0.1}  # and for each operation and size
 LONG = 0.02  # seconds; what takes longer is measured in one turn: a moment's noise is a small part of it
 TOO_LONG = 0.5  # seconds; a size that would take longer (four times the one before) is left out
 TURNS = 3  # in which all sizes are measured: what disturbs one may be gone in the next
@@ -71,7 +73,7 @@ class Links:
 
 def measure_speed(device: torch.device, *, quick: bool) -> Speed:
     """Measure products of matrices, memory and the smallest operation on this rank's device."""
-    each = 0.15 if quick else 0.4
+    each = COMPUTE_SECONDS[quick]
     kind = "cpu" if device.type == "cpu" else "other"
     sides = SIDES[kind][: 1 if quick else None]
     names = [n for n in DTYPES if not (quick and n != "fp32") and not (n == "tf32" and device.type != "cuda")]
@@ -214,7 +216,7 @@ def measure_links(transport: Transport, hosts: Sequence[Group], device: torch.de
     world = sum(map(len, hosts))
     if world == 1:
         return Links()
-    sizes, each = (QUICK_SIZES, 0.03) if quick else (FULL_SIZES, 0.1)
+    sizes, each = QUICK_SIZES if quick else FULL_SIZES, LINK_SECONDS[quick]
     inside = next((host[:2] for host in hosts if len(host) > 1), None)
     across = (hosts[0][0], hosts[1][0]) if len(hosts) > 1 else None
     ways = {pair: _messages(transport, pair, device, sizes, each) for pair in (inside, across) if pair}
