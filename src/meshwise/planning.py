@@ -392,7 +392,7 @@ def survey_elsewhere(
         workloads=[workload_of(job, p) for p in profiles],
         cluster=where,
         num_devices=count,
-        price=lambda p, layout: named_pricing(p, layout, where),
+        price=named_pricing(where),
         limit_bytes=limit.bytes,
         blocked=blocked_reason(profiles[0]),
         fixed_cuts=fixed_cuts(job, profiles[0]),

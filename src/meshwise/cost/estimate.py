@@ -109,7 +109,7 @@ def estimate(
     again = sum(s.seconds.forward + s.tensor_forward for s in mine) * count if layout.recompute else 0.0
     tensor = sum(s.tensor_forward + s.tensor_backward for s in mine) * count
     data = min(profile.load_seconds * count, compute)
-    rows = gradient_rows(workload.num_microbatches, _slots(workload, layout), layout.dp)
+    rows = rows_of(workload, layout, pricing.rules)
     tail = max(_tail(profile, cluster, layout, stages[r :: layout.pp], count) for r in range(layout.pp))
     parts = {
         "compute": max(0.0, compute - again - tensor - data),
@@ -142,8 +142,15 @@ def memory_of(
     profile: Profile, workload: Workload, layout: Layout, stages: Sequence[StageCost], rules: MemoryRules
 ) -> tuple[RankMemory, ...]:
     """Give the memory of each pipeline rank under a layout cut into ``stages``."""
-    rows = gradient_rows(workload.num_microbatches, _slots(workload, layout), layout.dp)
+    rows = rows_of(workload, layout, rules)
     return _memory(profile, workload, layout, stages, rules, rows, workload.most_microbatches(layout.dp))
+
+
+def rows_of(workload: Workload, layout: Layout, rules: MemoryRules) -> tuple[int, int]:
+    """Give how many gradients of the whole stage are held at once, see :func:`gradient_rows`."""
+    if not rules.keeps_partial_sums:
+        return 1, 1
+    return gradient_rows(workload.num_microbatches, _slots(workload, layout), layout.dp)
 
 
 def _slots(workload: Workload, layout: Layout) -> int:
@@ -238,7 +245,7 @@ def _memory(
     count: int,
 ) -> tuple[RankMemory, ...]:
     coupled = workload.coupled or workload.couples_loss
-    cells = live_bytes(stages, layout, count, coupled=coupled)
+    cells = live_bytes(stages, layout, count, coupled=coupled, blockwise=rules.blockwise)
     step = Step(
         rows=rows,
         num_microbatches=count,

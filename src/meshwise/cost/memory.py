@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 from ..grid import Range, TreeStack, slot_ranges, split_evenly, tree_cover
 from ..layout import Layout
@@ -25,6 +25,7 @@ class MemoryRules:
     it holds more than is alive. ``shares_host``: replicas of a host share parameters and gradients in memory (each
     process counts what it touches). ``keeps_partial_sums``: the exact reduction keeps partial sums of the tree.
     ``message_copies``: how many messages are under way at once over each boundary, both directions together.
+    ``blockwise``: recompute runs the model's blocks again one by one, and keeps what each took.
     """
 
     runtime_bytes: float = 0.0
@@ -35,6 +36,7 @@ class MemoryRules:
     shares_host: bool = False
     keeps_partial_sums: bool = True
     message_copies: float = 0.0
+    blockwise: bool = False
 
 
 @functools.lru_cache(maxsize=1024)
@@ -68,56 +70,94 @@ class Cells:
 
 
 def live_bytes(
-    stages: Sequence[StageCost], layout: Layout, num_microbatches: int, *, coupled: bool = False
+    stages: Sequence[StageCost],
+    layout: Layout,
+    num_microbatches: int,
+    *,
+    coupled: bool = False,
+    blockwise: bool = False,
 ) -> tuple[Cells, ...]:
     """Walk each rank's program and give its peak of activations; order alone decides it, no clock.
 
     ``coupled``: every row needs all microbatches, so all are alive when the backward begins, as under gpipe.
+    ``blockwise``: recompute keeps what each block took, not each stage.
     """
-    layout = replace(layout, schedule="gpipe") if coupled else layout
-    program = build_program(
-        layout.schedule,
-        num_ranks=layout.pp,
-        num_microbatches=_enough(layout, num_microbatches),
-        virtual=layout.virtual,
-        tail=False,
-    )
-    return tuple(_walk(actions, stages, layout) for actions in program)
+    schedule = "gpipe" if coupled else layout.schedule
+    moments = live_moments(schedule, layout.pp, layout.virtual, _enough(schedule, layout.num_stages, num_microbatches))
+    return tuple(_peak(each, stages[r :: layout.pp], layout, blockwise) for r, each in enumerate(moments))
 
 
-def _enough(layout: Layout, num_microbatches: int) -> int:
+def _enough(schedule: str, num_stages: int, num_microbatches: int) -> int:
     """Give a number of microbatches with the same peak: but for gpipe, what is alive soon stays as it is."""
-    return num_microbatches if layout.schedule == "gpipe" else min(num_microbatches, 4 * layout.num_stages)
+    return num_microbatches if schedule == "gpipe" else min(num_microbatches, 2 * num_stages)
 
 
-def _walk(actions: Iterable[Action], stages: Sequence[StageCost], layout: Layout) -> Cells:
-    held, live, best = 0.0, 0, Cells(held=0.0, extra=0.0, live=0)
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """Hold a moment at which most is alive: cells of each own stage, beside the one that runs, and what that is."""
+
+    live: tuple[int, ...]
+    running: int
+    forward: bool
+
+
+@functools.lru_cache(maxsize=512)
+def live_moments(schedule: str, pp: int, virtual: int, num_microbatches: int) -> tuple[tuple[Moment, ...], ...]:
+    """Give for each rank the moments of a program that may be its peak (none is below another in every stage)."""
+    program = build_program(schedule, num_ranks=pp, num_microbatches=num_microbatches, virtual=virtual, tail=False)
+    return tuple(tuple(_highest(_moments(actions, pp, virtual))) for actions in program)
+
+
+def _moments(actions: Iterable[Action], pp: int, virtual: int) -> Iterator[Moment]:
+    live = [0] * virtual
     for action in actions:
         if action.stage < 0:
             continue
-        stage = stages[action.stage]
-        kept = kept_bytes(stage, layout)
+        own = action.stage // pp
         if action.op is Op.FORWARD:
-            best = _higher(best, held, stage.forward_peak_bytes, live + 1)
-            held, live = held + kept, live + 1
+            yield Moment(tuple(live), own, True)
+            live[own] += 1
         elif action.op in (Op.BACKWARD, Op.BACKWARD_INPUT):
-            best = _higher(best, held - kept, stage.backward_peak_bytes, live)
+            yield Moment((*live[:own], live[own] - 1, *live[own + 1 :]), own, False)
         if action.op in (Op.BACKWARD, Op.BACKWARD_WEIGHT):
-            held, live = held - kept, live - 1
+            live[own] -= 1
+
+
+def _highest(moments: Iterable[Moment]) -> list[Moment]:
+    kept: list[Moment] = []
+    for new in dict.fromkeys(moments):
+        if any(_below(new, old) for old in kept):
+            continue
+        kept = [old for old in kept if not _below(old, new)] + [new]
+    return kept
+
+
+def _below(one: Moment, other: Moment) -> bool:
+    same = one.running == other.running and one.forward == other.forward
+    return same and all(a <= b for a, b in zip(one.live, other.live, strict=True))
+
+
+def _peak(moments: Iterable[Moment], stages: Sequence[StageCost], layout: Layout, blockwise: bool) -> Cells:
+    """Give the moment with most bytes."""
+    kept = [kept_bytes(stage, layout, blockwise) for stage in stages]
+    best = Cells(held=0.0, extra=0.0, live=0)
+    for moment in moments:
+        held = sum(n * k for n, k in zip(moment.live, kept, strict=True))
+        stage = stages[moment.running]
+        extra = stage.forward_peak_bytes if moment.forward else stage.backward_peak_bytes
+        live = sum(moment.live) + 1
+        if held + extra > best.held + best.extra:
+            best = Cells(held=held, extra=extra, live=max(live, best.live))
+        else:
+            best = Cells(held=best.held, extra=best.extra, live=max(live, best.live))
     return best
 
 
-def kept_bytes(stage: StageCost, layout: Layout) -> float:
-    """Give what a cell keeps until its backward: with recompute only what it took and gave."""
-    return stage.taken_bytes + stage.given_bytes if layout.recompute else stage.held_bytes
-
-
-def _higher(best: Cells, held: float, extra: float, live: int) -> Cells:
-    return (
-        Cells(held=held, extra=extra, live=max(live, best.live))
-        if held + extra > best.held + best.extra
-        else Cells(held=best.held, extra=best.extra, live=max(live, best.live))
-    )
+def kept_bytes(stage: StageCost, layout: Layout, blockwise: bool = False) -> float:
+    """Give what a cell keeps until its backward: with recompute only what it took and gave (or its blocks took)."""
+    if layout.recompute and not blockwise:
+        return stage.taken_bytes + stage.given_bytes
+    return stage.held_bytes
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,12 +20,14 @@ class Work:
     reported, never taken as free). FLOPs count a multiply-add as 2. ``bytes``: read and written in device memory.
     ``shard`` says how tp would part it: a "column" or "row" parallel product, attention by "heads", elementwise work
     "inner" to a sharded pair, a product with the "vocab"; "none" is done whole by every tp rank (and parted by
-    sequence where the layout shards sequences).
+    sequence where the layout shards sequences). ``count`` of them, ``forward_count`` in the forward. ``shape`` of a
+    product: (how many, rows, columns, summed over); a convolution as the product that it is, in both directions.
     """
 
     op: str
     kind: str
     count: int = 1
+    forward_count: int = 0
     dtype: str = "fp32"
     forward_flops: float = 0.0
     backward_input_flops: float = 0.0
@@ -33,6 +35,7 @@ class Work:
     forward_bytes: float = 0.0
     backward_bytes: float = 0.0
     shard: str = "none"
+    shape: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,8 +58,9 @@ class UnitProfile:
     most that is allocated during its forward or backward above what is alive when that begins. ``boundary_bytes``:
     values that cross to the next unit (what a pipeline sends if it is cut there); ``boundary_grad_bytes``: the part of
     them that has gradients; ``boundary_unsaved_bytes``: the part that no unit so far has saved. ``params``: what it
-    uses. ``batch_bytes``: the part of the microbatch it reads. ``tp_reduces``: all-reduces of tp in its forward, as
-    many in its backward, of ``tp_reduce_bytes`` each.
+    uses. ``batch_bytes``: the part of the microbatch it reads. ``again_bytes``: what its block has alive beside it when
+    it runs again in the backward (``again_sharded_bytes``: the part that tp divides). ``tp_reduces``: all-reduces of tp
+    in its forward, as many in its backward, of ``tp_reduce_bytes`` each.
     """
 
     name: str
@@ -72,6 +76,8 @@ class UnitProfile:
     boundary_grad_bytes: float = 0.0
     boundary_unsaved_bytes: float = 0.0
     batch_bytes: float = 0.0
+    again_bytes: float = 0.0
+    again_sharded_bytes: float = 0.0
     tp_reduces: int = 0
     tp_reduce_bytes: float = 0.0
     is_row: bool = False  # couples the samples of the batch (BatchNorm over all microbatches)
@@ -81,7 +87,7 @@ class UnitProfile:
 class ParameterProfile:
     """Hold one parameter, counted once however many names it has.
 
-    ``optimizer_bytes``: state that the optimizer keeps for it. ``shard``: whether tp divides it.
+    ``optimizer_bytes``: state that the optimizer keeps for it. ``tp_sharded``: whether tp divides it.
     """
 
     name: str
@@ -90,6 +96,7 @@ class ParameterProfile:
     trainable: bool = True
     optimizer_bytes: int = 0
     tp_sharded: bool = False
+    shape: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from .profile import CellSeconds, ParameterProfile, Profile
 
@@ -61,7 +62,15 @@ class StageTable:
         self.units = profile.units
         self.parameters = profile.parameters
         self.names = [u.params for u in profile.units]
+        self.gradients = [
+            sum(self._bytes(self.parameters[n]) for n in names if n in self.parameters and self.parameters[n].trainable)
+            for names in self.names
+        ]
+        used = {n for names in self.names for n in names}
+        self.unused = [n for n in self.parameters if n not in used]
         self.saved = [self._parted(u.saved_bytes + u.saved_input_bytes, u.saved_sharded_bytes) for u in self.units]
+        self.stages: dict[tuple[int, int], StageCost] = {}
+        self.cuts: dict[Any, tuple[int, ...]] = {}  # what the planner found for it
         self.sums: list[list[float]] = [
             list(itertools.accumulate(column, initial=0.0))
             for column in zip(*map(self._row, range(len(self.units))), strict=True)
@@ -108,6 +117,11 @@ class StageTable:
 
     def stage(self, first: int, last: int) -> StageCost:
         """Give all figures of a stage."""
+        if (first, last) not in self.stages:
+            self.stages[first, last] = self._stage(first, last)
+        return self.stages[first, last]
+
+    def _stage(self, first: int, last: int) -> StageCost:
         owned = self._owned(first, last)
         forward, backward = self._peaks(first, last)
         unit_bytes = sorted((sum(self._bytes(p) for p in self._of(u)) for u in range(first, last)), reverse=True)
@@ -133,7 +147,7 @@ class StageTable:
             gradient_bytes=sum(self._bytes(p) for p in owned if p.trainable),
             optimizer_bytes=sum(p.optimizer_bytes / (self.tp if p.tp_sharded else 1) for p in owned),
             largest_bytes=sum(unit_bytes[:2]),
-            largest_gradient_bytes=max(map(self._gradients, range(first, last))),
+            largest_gradient_bytes=max(self.gradients[first:last]),
             num_units=last - first,
             num_rows=sum(self.units[u].is_row for u in range(first, last)),
         )
@@ -144,15 +158,11 @@ class StageTable:
     def _owned(self, first: int, last: int) -> list[ParameterProfile]:
         found = dict.fromkeys(n for u in range(first, last) for n in self.names[u] if n in self.parameters)
         if first == 0:  # what no unit uses is on every rank
-            used = {n for names in self.names for n in names}
-            found |= dict.fromkeys(n for n in self.parameters if n not in used)
+            found |= dict.fromkeys(self.unused)
         return [self.parameters[n] for n in found]
 
     def _bytes(self, parameter: ParameterProfile) -> float:
         return parameter.num_bytes / (self.tp if parameter.tp_sharded else 1)
-
-    def _gradients(self, unit: int) -> float:
-        return sum(self._bytes(p) for p in self._of(unit) if p.trainable)
 
     def _peaks(self, first: int, last: int) -> tuple[float, float]:
         """Give the most that a forward and a backward cell of the stage have alive at once.
@@ -170,6 +180,7 @@ class StageTable:
             )
             alive += self.saved[u] - (self._parted(unit.saved_input_bytes, 0.0) if u == first and first else 0.0)
             flowing = self._parted(unit.boundary_grad_bytes, 0.0)
-            inside = max(0.0, self._parted(unit.backward_peak_bytes, 0.0) - self._gradients(u))
-            backward = max(backward, alive + flowing + inside)
+            inside = max(0.0, self._parted(unit.backward_peak_bytes, 0.0) - self.gradients[u])
+            again = self._parted(unit.again_bytes, unit.again_sharded_bytes)
+            backward = max(backward, alive + flowing + inside + again)
         return forward, backward

@@ -44,7 +44,10 @@ STREAMING = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """Hold what one operator did: its name, its kind (see ``cost.profile.Work``), FLOPs and bytes read and written."""
+    """Hold what one operator did: its name, its kind (see ``cost.profile.Work``), FLOPs and bytes read and written.
+
+    ``shape`` of a product: how many there are, rows, columns, and what is summed over; a convolution as a product.
+    """
 
     name: str
     kind: str
@@ -53,6 +56,7 @@ class Operation:
     num_bytes: float
     inputs: tuple[int, ...]  # storages
     outputs: tuple[int, ...]
+    shape: tuple[int, ...] = ()
 
 
 class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -119,11 +123,12 @@ def describe_operation(func: Any, args: Any, kwargs: Any, result: Any, made: lis
     if not made or (not mutable and set(outputs) <= set(inputs)):
         return None
     kind, flops = _kind(packet, name, func, args, kwargs, result)
-    moved = sum(_bytes(t) for t in read) + sum(_bytes(t) for t in made)
+    shaped_only = name.startswith("new_") or name.endswith("_like")  # what is made from a tensor without reading it
+    moved = (0 if shaped_only else sum(_bytes(t) for t in read)) + sum(_bytes(t) for t in made)
     if name.startswith(("empty", "new_empty", "detach")):
         return None
     floats = [t.dtype for t in (*read, *made) if t.is_floating_point()]
-    return Operation(name, kind, dtype_name(floats[0]) if floats else "fp32", flops, float(moved), inputs, outputs)
+    return Operation(name, kind, dtype_name(floats[0]) if floats else "fp32", flops, float(moved), inputs, outputs, _shape(kind, read, made))
 
 
 def _kind(packet: Any, name: str, func: Any, args: Any, kwargs: Any, result: Any) -> tuple[str, float]:
@@ -133,13 +138,27 @@ def _kind(packet: Any, name: str, func: Any, args: Any, kwargs: Any, result: Any
             return "attention", flops
         return ("conv" if any(c in name for c in CONVOLUTIONS) else "matmul"), flops
     if ATTENTION in name:
-        return "attention", _attention_flops(args, backward="backward" in name)
+        causal = kwargs.get("is_causal", False) or any(a is True for a in args)  # it is their only flag
+        return "attention", _attention_flops(args, backward="backward" in name) * (0.5 if causal else 1.0)
     streams = torch.Tag.pointwise in func.tags or name in STREAMING or torch.Tag.reduction in func.tags
     return ("memory" if streams or name.endswith(("_backward", "_copy")) else "uncounted"), 0.0
 
 
+def _shape(kind: str, read: list[Tensor], made: list[Tensor]) -> tuple[int, ...]:
+    """Give (number, rows, columns, summed over) of products; the backward of a convolution has its forward's."""
+    if kind == "matmul" and len(read) >= 2 and read[-1].dim() in (2, 3) and read[-2].dim() == read[-1].dim():
+        a, b = read[-2], read[-1]
+        return (a.shape[0] if a.dim() == 3 else 1, a.shape[-2], b.shape[-1], a.shape[-1])
+    if kind == "conv" and len(read) >= 2:
+        weight = next((t for t in read[1:] if t.dim() > 2), read[1])
+        back = len(read) > 2 and read[2].dim() == weight.dim()  # (gradient, input, weight)
+        weight, out = (read[2], read[0]) if back else (weight, made[0])
+        return (1, out.numel() // max(1, out.shape[1]), weight.shape[0], weight[0].numel())
+    return ()
+
+
 def _attention_flops(args: Any, *, backward: bool) -> float:
-    """Count q @ k and p @ v, and their five products in the backward (one is made again), without a causal discount."""
+    """Count q @ k and p @ v, and their five products in the backward (one is made again), over the whole square."""
     q, k, v = [t for t in args if isinstance(t, Tensor)][int(backward) : 3 + int(backward)]
     batch, heads, length, width = q.shape
     products = 2.0 * batch * heads * length * k.shape[-2]

@@ -6,18 +6,22 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from ..cost.estimate import Pricing, Workload, cut_stages, estimate
+from ..cost.blocks import block_ranges
+from ..cost.estimate import Pricing, Workload, cut_stages, estimate, memory_of, rows_of
 from ..cost.exchange import transfer_of
-from ..cost.memory import Step, gradient_rows, live_bytes, rank_memory
+from ..cost.memory import Step, live_bytes, rank_memory
 from ..cost.profile import Profile
+from ..cost.stage import StageCost
 from ..hardware.cluster import Cluster
 from ..layout import Layout
-from ..plan import Candidate, Estimate, Rejection
+from ..plan import Candidate, RankMemory, Rejection
 from ..quantities import format_bytes
 from .space import Space, illegal, layouts
 from .stages import Fits, best_cuts, improved
 
 REFINED_STAGES = 8  # up to here cuts are improved on the replayed step
+MANY_UNITS = 150  # beyond, cuts are made between whole layers
+MOST_REPLAYED = 48  # layouts of a cluster elsewhere that are replayed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,18 +56,42 @@ class Found:
     rejected: tuple[Rejection, ...]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Option:
+    """Hold a legal layout that fits, before it is replayed: ``bound`` is the least that its busiest rank computes."""
+
+    profile: Profile
+    workload: Workload
+    layout: Layout
+    pricing: Pricing
+    cuts: tuple[int, ...]
+    bound: float
+
+
 def search(task: Task, space: Space) -> Found:
-    """Price all layouts. The same input gives the same outcome."""
-    candidates: list[Candidate] = []
+    """Price all layouts. The same input gives the same outcome.
+
+    On a cluster that is not here there may be thousands: those whose busiest rank alone takes longer than the best
+    whole step are not replayed, and at most MOST_REPLAYED are.
+    """
+    options: list[Option] = []
     rejected: dict[str, Rejection] = {}
     for profile, workload in zip(task.profiles, task.workloads, strict=True):
         for layout in layouts(task.num_devices, task.cluster, space):
-            found = consider(task, profile, workload, layout)
+            found = weigh(task, profile, workload, layout)
             if isinstance(found, Rejection):
                 rejected.setdefault(found.layout, found)
             else:
-                candidates.append(found)
-    fits = {str(c.layout) for c in candidates}
+                options.append(found)
+    options.sort(key=lambda o: (o.bound, str(o.layout), o.profile.microbatch_size))
+    candidates: list[Candidate] = []
+    best = float("inf")
+    for option in options:
+        if not task.cluster.is_here and (option.bound > best or len(candidates) >= MOST_REPLAYED):
+            break
+        candidates.append(_replayed(task, option))
+        best = min(best, candidates[-1].estimate.seconds)
+    fits = {str(o.layout) for o in options}
     ordered = sorted(
         candidates, key=lambda c: (c.estimate.seconds, c.estimate.peak_bytes, str(c.layout), c.microbatch_size)
     )
@@ -85,29 +113,49 @@ def _without_vain_recompute(candidates: Sequence[Candidate]) -> list[Candidate]:
 
 def consider(task: Task, profile: Profile, workload: Workload, layout: Layout) -> Candidate | Rejection:
     """Price one layout: its best cut and estimate, or why it cannot be taken."""
-    wrong = illegal(layout, profile, workload, is_here=task.cluster.is_here, blocked=task.blocked)
+    option = weigh(task, profile, workload, layout)
+    return option if isinstance(option, Rejection) else _replayed(task, option)
+
+
+def weigh(task: Task, profile: Profile, workload: Workload, layout: Layout) -> Option | Rejection:
+    """Cut one layout and see whether it fits."""
+    rows = len(cut_rows(profile)) if layout.pp > 1 else 1
+    wrong = illegal(layout, rows, workload, is_here=task.cluster.is_here, blocked=task.blocked)
     if wrong is not None:
         return wrong
     pricing = task.price(profile, layout)
     cuts = _cuts(task, profile, workload, layout, pricing)
-    estimated = estimate(profile, task.cluster, workload, layout, cuts, pricing)
-    if task.limit_bytes is not None and not task.fits(estimated.peak_bytes):
-        return Rejection(layout=str(layout), reason=too_large(estimated, task.limit_bytes, task.headroom))
+    stages = cut_stages(pricing.table, cuts)
+    memory = memory_of(profile, workload, layout, stages, pricing.rules)
+    if task.limit_bytes is not None and not task.fits(max(rank.reserved for rank in memory)):
+        return Rejection(layout=str(layout), reason=too_large(memory, task.limit_bytes, task.headroom))
+    busy = [sum(_cell_seconds(s, layout) for s in stages[r :: layout.pp]) for r in range(layout.pp)]
+    bound = workload.most_microbatches(layout.dp) * max(busy)
+    return Option(profile=profile, workload=workload, layout=layout, pricing=pricing, cuts=cuts, bound=bound)
+
+
+def _cell_seconds(stage: StageCost, layout: Layout) -> float:
+    """Give what one microbatch takes in a stage."""
+    forward = stage.seconds.forward + stage.tensor_forward
+    return forward * (2 if layout.recompute else 1) + stage.seconds.backward + stage.tensor_backward
+
+
+def _replayed(task: Task, option: Option) -> Candidate:
     return Candidate(
-        layout=layout,
-        microbatch_size=profile.microbatch_size,
-        cuts=cuts,
-        estimate=estimated,
-        stages=name_stages(profile, cuts),
+        layout=option.layout,
+        microbatch_size=option.profile.microbatch_size,
+        cuts=option.cuts,
+        estimate=estimate(option.profile, task.cluster, option.workload, option.layout, option.cuts, option.pricing),
+        stages=name_stages(option.profile, option.cuts),
     )
 
 
-def too_large(estimated: Estimate, limit: float, headroom: float = 1.0) -> str:
+def too_large(memory: Sequence[RankMemory], limit: float, headroom: float = 1.0) -> str:
     """Say by how much a layout does not fit, and which part is largest."""
-    over = [r for r, rank in enumerate(estimated.memory) if rank.reserved * headroom > limit]
-    rank = max(estimated.memory, key=lambda m: m.reserved)
+    over = [r for r, rank in enumerate(memory) if rank.reserved * headroom > limit]
+    rank = max(memory, key=lambda m: m.reserved)
     name, largest = max(rank.parts.items(), key=lambda item: item[1])
-    where = "every rank" if len(over) == len(estimated.memory) else f"stage {', '.join(map(str, over))}"
+    where = "every rank" if len(over) == len(memory) else f"stage {', '.join(map(str, over))}"
     kind = {"optimizer": "optimizer state is", "workspace": "workspace is"}.get(name, f"{name} are")
     more = f" (and {headroom - 1:.0%} to be safe)" if rank.reserved <= limit else ""
     return (
@@ -132,18 +180,56 @@ def _cuts(task: Task, profile: Profile, workload: Workload, layout: Layout, pric
     named = task.fixed_cuts(layout.num_stages)
     if named is not None:
         return named
-    table = pricing.table
-    costs = [table.seconds(u, u + 1) for u in range(len(table.units))]
-    handed = _handed(task, profile, layout, pricing)
-    cuts = best_cuts(costs, layout.num_stages, handed=handed)
-    assert cuts is not None
-    if task.limit_bytes is not None and not _all_fit(task, profile, workload, layout, pricing, cuts):
+    rows = cut_rows(profile)
+    cuts = _cuts_by_time(task, layout, pricing, rows)
+    memory = memory_of(profile, workload, layout, cut_stages(pricing.table, cuts), pricing.rules)
+    held = [rank.reserved for rank in memory]
+    could = task.fits(sum(held) / len(held))  # not even as much on every rank
+    if not task.fits(max(held)) and (not could or not task.cluster.is_here):
+        return cuts
+    if not task.fits(max(held)):
         fits = _fits(task, profile, workload, layout, pricing)
-        found = best_cuts(costs, layout.num_stages, handed=handed, fits=fits)
-        return cuts if found is None else found  # the estimate says by how much it does not fit
-    if layout.num_stages <= REFINED_STAGES:
-        cuts = improved(cuts, len(costs), lambda c: _seconds(task, profile, workload, layout, pricing, c))
+        costs, handed = _row_costs(task, layout, pricing, rows)
+        found = best_cuts(
+            costs, layout.num_stages, handed=handed, fits=lambda s, a, b: fits(s, rows[a][0], rows[b - 1][1])
+        )
+        # where no cut fits, the estimate of the fastest says by how much
+        return cuts if found is None else tuple(rows[c][0] for c in found)
+    if task.cluster.is_here and layout.num_stages <= REFINED_STAGES:
+        count = len(pricing.table.units)
+        cuts = improved(cuts, count, lambda c: _seconds(task, profile, workload, layout, pricing, c))
     return cuts
+
+
+def cut_rows(profile: Profile) -> list[tuple[int, int]]:
+    """Give the runs of units between which is cut: single units, or whole layers where there are very many units."""
+    single = [(u, u + 1) for u in range(len(profile.units))]
+    if len(single) <= MANY_UNITS:
+        return single
+    return block_ranges(profile)
+
+
+def _cuts_by_time(task: Task, layout: Layout, pricing: Pricing, rows: Sequence[tuple[int, int]]) -> tuple[int, ...]:
+    """Give the cut whose slowest stage is fastest; found once for a table, a number of stages and a way to hand on."""
+    key = (layout.num_stages, layout.pp > 1 and layout.tp)
+    known = pricing.table.cuts
+    if key not in known:
+        costs, handed = _row_costs(task, layout, pricing, rows)
+        found = best_cuts(costs, layout.num_stages, handed=handed)
+        assert found is not None
+        known[key] = tuple(rows[c][0] for c in found)
+    return known[key]
+
+
+def _row_costs(
+    task: Task, layout: Layout, pricing: Pricing, rows: Sequence[tuple[int, int]]
+) -> tuple[list[float], list[float]]:
+    """Price each run of units, and handing on behind it."""
+    table = pricing.table
+    costs = [table.seconds(a, b) for a, b in rows]
+    pieces = [table.stage(b - 1, b) for _, b in rows]
+    transfer = transfer_of(task.cluster, layout, [*pieces, pieces[-1]])
+    return costs, [a + b for a, b in zip(transfer.link, transfer.send, strict=True)]
 
 
 def _seconds(
@@ -155,25 +241,11 @@ def _seconds(
     return estimated.seconds
 
 
-def _handed(task: Task, profile: Profile, layout: Layout, pricing: Pricing) -> list[float]:
-    """Price handing on behind every unit, as if a stage ended there."""
-    table = pricing.table
-    pieces = [table.stage(u, u + 1) for u in range(len(table.units))]
-    transfer = transfer_of(task.cluster, layout, [*pieces, pieces[-1]])
-    return [a + b for a, b in zip(transfer.link, transfer.send, strict=True)]
-
-
-def _all_fit(
-    task: Task, profile: Profile, workload: Workload, layout: Layout, pricing: Pricing, cuts: tuple[int, ...]
-) -> bool:
-    return task.fits(estimate(profile, task.cluster, workload, layout, cuts, pricing).peak_bytes)
-
-
 def _fits(task: Task, profile: Profile, workload: Workload, layout: Layout, pricing: Pricing) -> Fits:
     """Give the test whether one stage fits on its rank: early stages of 1f1b keep more microbatches alive."""
     count = workload.most_microbatches(layout.dp)
     step = Step(
-        rows=gradient_rows(workload.num_microbatches, max(workload.slots, layout.dp), layout.dp),
+        rows=rows_of(workload, layout, pricing.rules),
         num_microbatches=count,
         buffers=profile.buffer_bytes,
         batch=profile.batch_bytes,
@@ -186,7 +258,9 @@ def _fits(task: Task, profile: Profile, workload: Workload, layout: Layout, pric
         key = (stage, first, last)
         if key not in known:
             cost = pricing.table.stage(first, last)
-            cells = live_bytes([cost] * layout.num_stages, layout, count, coupled=coupled)[stage % layout.pp]
+            cells = live_bytes(
+                [cost] * layout.num_stages, layout, count, coupled=coupled, blockwise=pricing.rules.blockwise
+            )[stage % layout.pp]
             held = rank_memory([cost] * layout.virtual, cells, layout, pricing.rules, step, pp_index=stage % layout.pp)
             known[key] = task.fits(held.reserved)
         return known[key]

@@ -6,10 +6,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from ..cost.estimate import Workload
-from ..cost.profile import Profile
 from ..hardware.cluster import Cluster
 from ..layout import Layout
 from ..plan import Rejection
+
+MOST_RANKS = 64  # of a pipeline; none longer was ever reported
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +30,8 @@ def layouts(num_devices: int, cluster: Cluster, space: Space) -> Iterator[Layout
         if tp > node:  # a collective in every layer does not go over the network
             continue
         for pp in _divisors(num_devices // tp):
+            if pp > MOST_RANKS:
+                continue
             yield from _variants(Layout(dp=num_devices // tp // pp, pp=pp, tp=tp, sequence=tp > 1), space)
 
 
@@ -50,15 +53,15 @@ def _divisors(number: int) -> list[int]:
 
 
 def illegal(
-    layout: Layout, profile: Profile, workload: Workload, *, is_here: bool, blocked: str = ""
+    layout: Layout, num_units: int, workload: Workload, *, is_here: bool, blocked: str = ""
 ) -> Rejection | None:
-    """Say why a layout is not legal for a job, None where it is."""
+    """Say why a layout is not legal for a job whose model can be cut in ``num_units`` pieces, None where it is."""
     name = str(layout)
-    stages, units = layout.num_stages, len(profile.units)
+    stages, units = layout.num_stages, num_units
     slots = min(workload.slots, workload.num_microbatches) if is_here else workload.num_microbatches
     if layout.pp > 1 and blocked:
         return Rejection(layout=name, reason=f"the model cannot be cut: {blocked}")
-    if stages > units:
+    if layout.pp > 1 and stages > units:
         return Rejection(layout=name, reason=f"{stages} stages, but the model has {units} units that can be parted")
     if layout.dp > slots:
         what = "slots" if workload.slots < workload.num_microbatches else "microbatches"

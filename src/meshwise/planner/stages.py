@@ -13,8 +13,6 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from ..cost.stage import StageTable
-
 Fits = Callable[[int, int, int], bool]  # (stage, first, last): may it hold these units?
 
 
@@ -34,22 +32,20 @@ def best_cuts(
     total = len(costs)
     if num_stages > total:
         return None
-    prefix = np.concatenate([[0.0], np.cumsum(np.asarray(costs, dtype=float))])
-    border = np.concatenate([[0.0], np.asarray(handed, dtype=float) if len(handed) else np.zeros(total)])
-    border[total] = 0.0
+    slowest, handed_on = _run_costs(costs, handed)
     best = np.full((num_stages + 1, total + 1), np.inf)
     moved = np.full((num_stages + 1, total + 1), np.inf)
     chosen = np.zeros((num_stages + 1, total + 1), dtype=int)
     best[0, 0] = moved[0, 0] = 0.0
     for k in range(1, num_stages + 1):
-        for stop in range(k, total - (num_stages - k) + 1):
-            starts = np.arange(k - 1, stop)
-            found = _best_start(
-                starts, stop, prefix, border, best[k - 1], moved[k - 1], _allowed(k - 1, starts, stop, fits, legal)
-            )
-            if found is not None:
-                at, best[k, stop], moved[k, stop] = found
-                chosen[k, stop] = at
+        found = np.maximum(best[k - 1][:, None], slowest)  # [start, stop]
+        if fits is not None or len(legal):
+            found = np.where(_allowed(k - 1, num_stages, found, fits, legal), found, np.inf)
+        best[k] = found.min(axis=0)
+        ties = found <= best[k] * (1 + 1e-12)
+        further = np.where(ties & np.isfinite(found), moved[k - 1][:, None], np.inf)
+        chosen[k] = further.argmin(axis=0)
+        moved[k] = further.min(axis=0) + handed_on
     if not np.isfinite(best[num_stages, total]):
         return None
     cuts, stop = [], total
@@ -59,45 +55,26 @@ def best_cuts(
     return tuple(reversed(cuts))
 
 
-def _allowed(stage: int, starts: np.ndarray, stop: int, fits: Fits | None, legal: Sequence[bool]) -> np.ndarray | None:
-    """Mark the starts from which a stage that ends before ``stop`` may run."""
-    if fits is None and not len(legal):
-        return None
-    marks = np.ones(len(starts), dtype=bool)
-    for k, start in enumerate(starts):
+def _run_costs(costs: Sequence[float], handed: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:
+    """Give what a stage [start, stop) takes, infinite where that is none, and what is handed on behind each unit."""
+    total = len(costs)
+    prefix = np.concatenate([[0.0], np.cumsum(np.asarray(costs, dtype=float))])
+    border = np.concatenate([[0.0], np.asarray(handed, dtype=float) if len(handed) else np.zeros(total)])
+    border[total] = 0.0
+    table = prefix[None, :] - prefix[:, None] + border[:, None] + border[None, :]
+    table[np.tril_indices(total + 1)] = np.inf  # a stage holds one unit at least
+    return table, border
+
+
+def _allowed(stage: int, num_stages: int, found: np.ndarray, fits: Fits | None, legal: Sequence[bool]) -> np.ndarray:
+    """Mark the runs of units that a stage may hold, among those that are still of use."""
+    marks: np.ndarray = np.isfinite(found)
+    total = len(found) - 1
+    for start, stop in np.argwhere(marks):
         lawful = start == 0 or not len(legal) or legal[start]
-        marks[k] = lawful and (fits is None or fits(stage, int(start), stop))
+        room = stop <= total - (num_stages - stage - 1)  # the stages behind need a unit each
+        marks[start, stop] = lawful and room and (fits is None or fits(stage, int(start), int(stop)))
     return marks
-
-
-def _best_start(
-    starts: np.ndarray,
-    stop: int,
-    prefix: np.ndarray,
-    border: np.ndarray,
-    best: np.ndarray,
-    moved: np.ndarray,
-    allowed: np.ndarray | None,
-) -> tuple[int, float, float] | None:
-    """Find the start of the last stage that makes the slowest stage fastest."""
-    costs = np.maximum(best[starts], prefix[stop] - prefix[starts] + border[starts] + border[stop])
-    if allowed is not None:
-        costs = np.where(allowed, costs, np.inf)
-    least = costs.min()
-    if not np.isfinite(least):
-        return None
-    ties = np.flatnonzero(costs <= least * (1 + 1e-12))
-    at = ties[np.argmin(moved[starts[ties]])]
-    start = int(starts[at])
-    return start, float(least), float(moved[start] + border[stop])
-
-
-def cut_by_cost(
-    table: StageTable, num_stages: int, *, handed: Sequence[float] = (), fits: Fits | None = None
-) -> tuple[int, ...] | None:
-    """Cut a profile's units by their priced seconds."""
-    costs = [table.seconds(u, u + 1) for u in range(len(table.units))]
-    return best_cuts(costs, num_stages, handed=handed, fits=fits)
 
 
 def improved(

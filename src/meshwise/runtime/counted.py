@@ -94,26 +94,30 @@ class _Tally:
     """Add up the operations of one unit, by name, kind and dtype."""
 
     count: dict[Any, int] = field(default_factory=lambda: defaultdict(int))
+    ahead: dict[Any, int] = field(default_factory=lambda: defaultdict(int))
     flops: dict[Any, list[float]] = field(default_factory=lambda: defaultdict(lambda: [0.0, 0.0, 0.0]))
     moved: dict[Any, list[float]] = field(default_factory=lambda: defaultdict(lambda: [0.0, 0.0, 0.0]))
 
     def add(self, operation: Operation, phase: int) -> None:
-        key = (operation.name, operation.kind, operation.dtype)
-        self.count[key] += phase != 1
+        key = (operation.name, operation.kind, operation.dtype, operation.shape)
+        self.count[key] += phase != INPUT
+        self.ahead[key] += phase == FORWARD
         self.flops[key][phase] += operation.flops
         self.moved[key][phase] += operation.num_bytes
 
     def work(self) -> tuple[Work, ...]:
         found = []
         for key, number in self.count.items():
-            name, kind, dtype = key
+            name, kind, dtype, shape = key
             forward, for_input, whole = self.flops[key]
             found.append(
                 Work(
                     op=name,
                     kind=kind,
                     count=number,
+                    forward_count=self.ahead[key],
                     dtype=dtype,
+                    shape=shape,
                     forward_flops=forward,
                     backward_input_flops=for_input,
                     backward_weight_flops=max(0.0, whole - for_input),
@@ -307,6 +311,7 @@ def _parameters(job: Job, model: nn.Module) -> dict[str, ParameterProfile]:
             num_bytes=p.numel() * p.element_size(),
             trainable=p.requires_grad,
             optimizer_bytes=state.get(name, 0),
+            shape=tuple(p.shape),
         )
         for name, p in model.named_parameters()
     }
