@@ -227,6 +227,18 @@ def test_a_key_names_what_a_probe_depends_on(monkeypatch: pytest.MonkeyPatch) ->
     assert len(keys) == 7
 
 
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="reads /proc")
+def test_a_probe_leaves_no_shared_memory_to_the_job() -> None:
+    """Ranks that go on after a probe hold none of its segments."""
+
+    def job(context: Any) -> int:
+        few()
+        probe_rank(context.device, quick=True)
+        return Path("/proc/self/maps").read_text().count("memfd")
+
+    assert run_ranks(job, 2, device="cpu", timeout=100) == [0, 0]
+
+
 # ---- how it is measured ----------------------------------------------------------------------------------------
 
 

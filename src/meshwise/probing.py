@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import socket
 import statistics
@@ -74,23 +75,27 @@ def machine_key(devices: int, threads: int, hosts: int = 1) -> str:
 
 def probe_rank(device: Any, *, quick: bool) -> Cluster:
     """Measure from inside ranks that run. Every rank of the process group calls it; all get the same cluster."""
-    import torch.distributed as dist
+    from .hardware.probe import measure_speed
 
-    from .hardware.probe import Links, groups_to_measure, measure_links, measure_overlap, measure_speed
-    from .parallel.connect import connect
-
-    world, hosts = _world(), _hosts()
+    hosts = _hosts()
     limits = _tell_all(_memory(max(map(len, hosts))))
     speeds = _tell_all(measure_speed(device, quick=quick))
-    links, overlap = Links(), None
-    if world > 1:
-        transport = connect(dist.get_rank(), groups_to_measure(world, quick=quick), device)
-        links = measure_links(transport, hosts, device, quick=quick)
-        overlap = measure_overlap(transport, device)
+    links, overlap = _measure_links(device, hosts, quick)
     _give_back(device)
     limit = min(limits, key=lambda each: each.bytes)
     found: Cluster = _tell_all(_cluster(device, speeds, links, hosts, overlap, quick))[0]
     return _with_memory(found, limit)
+
+
+def _measure_links(device: Any, hosts: Sequence[tuple[int, ...]], quick: bool) -> tuple[Links, float | None]:
+    """Measure through a transport of its own."""
+    from .hardware.probe import Links, groups_to_measure, measure_links, measure_overlap
+    from .parallel.connect import connect
+
+    if _world() == 1:
+        return Links(), None
+    transport = connect(_rank(), groups_to_measure(_world(), quick=quick), device)
+    return measure_links(transport, hosts, device, quick=quick), measure_overlap(transport, device)
 
 
 def probed_among_ranks(device: Any) -> Cluster:
@@ -150,9 +155,10 @@ def _memory(devices: int) -> MemoryLimit:
 
 
 def _give_back(device: Any) -> None:
-    """Let go of what the device's allocator keeps, so that it is free for the job."""
+    """Let go of what the transport shared and the device's allocator keeps, so that it is free for the job."""
     import torch
 
+    gc.collect()  # a transport and what waits for it know one another
     if device.type != "cpu":
         torch.accelerator.empty_cache()
 
