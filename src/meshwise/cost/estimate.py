@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -49,9 +50,14 @@ class Workload:
 
     def most_microbatches(self, dp: int) -> int:
         """Count the microbatches of the replica that has most."""
-        groups = slot_ranges(self.num_microbatches, max(self.slots, min(dp, self.num_microbatches)))
-        parts = [(a, b) for a, b in split_evenly(len(groups), dp) if a < b]
-        return max(groups[b - 1][1] - groups[a][0] for a, b in parts)
+        return _most_microbatches(self.num_microbatches, max(self.slots, min(dp, self.num_microbatches)), dp)
+
+
+@functools.lru_cache(maxsize=4096)
+def _most_microbatches(num_microbatches: int, slots: int, dp: int) -> int:
+    groups = slot_ranges(num_microbatches, slots)
+    parts = [(a, b) for a, b in split_evenly(len(groups), dp) if a < b]
+    return max(groups[b - 1][1] - groups[a][0] for a, b in parts)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -70,6 +70,7 @@ class StageTable:
         self.unused = [n for n in self.parameters if n not in used]
         self.saved = [self._parted(u.saved_bytes + u.saved_input_bytes, u.saved_sharded_bytes) for u in self.units]
         self.stages: dict[tuple[int, int], StageCost] = {}
+        self.rows: list[tuple[int, int]] = []  # runs of units that are not cut
         self.cuts: dict[Any, tuple[int, ...]] = {}  # what the planner found for it
         self.sums: list[list[float]] = [
             list(itertools.accumulate(column, initial=0.0))

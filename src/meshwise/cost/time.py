@@ -12,7 +12,7 @@ from ..schedule.library import build_program
 from ..schedule.replay import Costs, Timeline, replay
 from .stage import StageCost
 
-LONGEST_PROGRAM = 12_000  # actions that are replayed one by one; beyond, a steady state is gone on with
+LONGEST_PROGRAM = 5_000  # actions that are replayed one by one; beyond, a steady state is gone on with
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ from ..cost.estimate import Pricing, Workload, cut_stages, estimate, memory_of, 
 from ..cost.exchange import transfer_of
 from ..cost.memory import Step, live_bytes, rank_memory
 from ..cost.profile import Profile
-from ..cost.stage import StageCost
+from ..cost.stage import StageCost, StageTable
 from ..hardware.cluster import Cluster
 from ..layout import Layout
 from ..plan import Candidate, RankMemory, Rejection
@@ -21,7 +21,7 @@ from .stages import Fits, best_cuts, improved
 
 REFINED_STAGES = 8  # up to here cuts are improved on the replayed step
 MANY_UNITS = 150  # beyond, cuts are made between whole layers
-MOST_REPLAYED = 48  # layouts of a cluster elsewhere that are replayed
+MOST_REPLAYED = 24  # layouts of a cluster elsewhere that are replayed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +58,7 @@ class Found:
 
 @dataclass(frozen=True, kw_only=True)
 class Option:
-    """Hold a legal layout that fits, before it is replayed: ``bound`` is the least that its busiest rank computes."""
+    """Hold a legal layout that fits, before it is replayed: ``bound`` is what no schedule of its stages can beat."""
 
     profile: Profile
     workload: Workload
@@ -89,9 +89,13 @@ def search(task: Task, space: Space) -> Found:
     for option in options:
         if not task.cluster.is_here and (option.bound > best or len(candidates) >= MOST_REPLAYED):
             break
+        full = too_full(task, option)
+        if full is not None:
+            rejected.setdefault(full.layout, full)
+            continue
         candidates.append(_replayed(task, option))
         best = min(best, candidates[-1].estimate.seconds)
-    fits = {str(o.layout) for o in options}
+    fits = {str(c.layout) for c in candidates}
     ordered = sorted(
         candidates, key=lambda c: (c.estimate.seconds, c.estimate.peak_bytes, str(c.layout), c.microbatch_size)
     )
@@ -114,30 +118,46 @@ def _without_vain_recompute(candidates: Sequence[Candidate]) -> list[Candidate]:
 def consider(task: Task, profile: Profile, workload: Workload, layout: Layout) -> Candidate | Rejection:
     """Price one layout: its best cut and estimate, or why it cannot be taken."""
     option = weigh(task, profile, workload, layout)
-    return option if isinstance(option, Rejection) else _replayed(task, option)
+    if isinstance(option, Rejection):
+        return option
+    return too_full(task, option) or _replayed(task, option)
 
 
 def weigh(task: Task, profile: Profile, workload: Workload, layout: Layout) -> Option | Rejection:
-    """Cut one layout and see whether it fits."""
-    rows = len(cut_rows(profile)) if layout.pp > 1 else 1
+    """Cut one layout, and say what its busiest rank computes at least."""
+    pricing = task.price(profile, layout)
+    rows = len(cut_rows(pricing.table)) if layout.pp > 1 else 1
     wrong = illegal(layout, rows, workload, is_here=task.cluster.is_here, blocked=task.blocked)
     if wrong is not None:
         return wrong
-    pricing = task.price(profile, layout)
     cuts = _cuts(task, profile, workload, layout, pricing)
     stages = cut_stages(pricing.table, cuts)
-    memory = memory_of(profile, workload, layout, stages, pricing.rules)
-    if task.limit_bytes is not None and not task.fits(max(rank.reserved for rank in memory)):
-        return Rejection(layout=str(layout), reason=too_large(memory, task.limit_bytes, task.headroom))
-    busy = [sum(_cell_seconds(s, layout) for s in stages[r :: layout.pp]) for r in range(layout.pp)]
-    bound = workload.most_microbatches(layout.dp) * max(busy)
+    bound = least_seconds(stages, layout, workload.most_microbatches(layout.dp))
     return Option(profile=profile, workload=workload, layout=layout, pricing=pricing, cuts=cuts, bound=bound)
 
 
-def _cell_seconds(stage: StageCost, layout: Layout) -> float:
-    """Give what one microbatch takes in a stage."""
-    forward = stage.seconds.forward + stage.tensor_forward
-    return forward * (2 if layout.recompute else 1) + stage.seconds.backward + stage.tensor_backward
+def too_full(task: Task, option: Option) -> Rejection | None:
+    """Say why a layout does not fit in memory, None where it does."""
+    if task.limit_bytes is None:
+        return None
+    stages = cut_stages(option.pricing.table, option.cuts)
+    memory = memory_of(option.profile, option.workload, option.layout, stages, option.pricing.rules)
+    if task.fits(max(rank.reserved for rank in memory)):
+        return None
+    return Rejection(layout=str(option.layout), reason=too_large(memory, task.limit_bytes, task.headroom))
+
+
+def least_seconds(stages: Sequence[StageCost], layout: Layout, num_microbatches: int) -> float:
+    """Give what no schedule can beat: a rank begins after the stages before its first, and they end after it."""
+    forward = [s.seconds.forward + s.tensor_forward for s in stages]
+    again = forward if layout.recompute else [0.0] * len(stages)
+    weight = [s.seconds.backward_weight for s in stages]
+    whole = [f + a + s.seconds.backward + s.tensor_backward for f, a, s in zip(forward, again, stages, strict=True)]
+    least, before = 0.0, 0.0
+    for r in range(layout.pp):
+        least = max(least, before + num_microbatches * sum(whole[r :: layout.pp]))
+        before += whole[r] - weight[r]
+    return least
 
 
 def _replayed(task: Task, option: Option) -> Candidate:
@@ -180,12 +200,14 @@ def _cuts(task: Task, profile: Profile, workload: Workload, layout: Layout, pric
     named = task.fixed_cuts(layout.num_stages)
     if named is not None:
         return named
-    rows = cut_rows(profile)
+    rows = cut_rows(pricing.table)
     cuts = _cuts_by_time(task, layout, pricing, rows)
+    if not task.cluster.is_here:  # thousands of layouts, alike layers: the fastest cut is as good for memory
+        return cuts
     memory = memory_of(profile, workload, layout, cut_stages(pricing.table, cuts), pricing.rules)
     held = [rank.reserved for rank in memory]
     could = task.fits(sum(held) / len(held))  # not even as much on every rank
-    if not task.fits(max(held)) and (not could or not task.cluster.is_here):
+    if not task.fits(max(held)) and not could:
         return cuts
     if not task.fits(max(held)):
         fits = _fits(task, profile, workload, layout, pricing)
@@ -195,18 +217,18 @@ def _cuts(task: Task, profile: Profile, workload: Workload, layout: Layout, pric
         )
         # where no cut fits, the estimate of the fastest says by how much
         return cuts if found is None else tuple(rows[c][0] for c in found)
-    if task.cluster.is_here and layout.num_stages <= REFINED_STAGES:
+    if layout.num_stages <= REFINED_STAGES:
         count = len(pricing.table.units)
         cuts = improved(cuts, count, lambda c: _seconds(task, profile, workload, layout, pricing, c))
     return cuts
 
 
-def cut_rows(profile: Profile) -> list[tuple[int, int]]:
+def cut_rows(table: StageTable) -> list[tuple[int, int]]:
     """Give the runs of units between which is cut: single units, or whole layers where there are very many units."""
-    single = [(u, u + 1) for u in range(len(profile.units))]
-    if len(single) <= MANY_UNITS:
-        return single
-    return block_ranges(profile)
+    if not table.rows:
+        single = [(u, u + 1) for u in range(len(table.units))]
+        table.rows = single if len(single) <= MANY_UNITS else block_ranges(table.profile)
+    return table.rows
 
 
 def _cuts_by_time(task: Task, layout: Layout, pricing: Pricing, rows: Sequence[tuple[int, int]]) -> tuple[int, ...]:
