@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 Tell = Callable[[str], None]
 NUM_MEASURED = 3  # layouts that are run when measuring
+SLOW_STEP = 0.3  # seconds; of longer steps fewer are run
 CLOSE = 1.25  # a layout predicted to take this much longer than the best is not run
 HEADROOM = 1.1  # a rank must have so much more room than is predicted; see benchmarks/predictions for its error
 HERE = Space(runnable=True)
@@ -329,7 +330,11 @@ def sensible(candidates: Sequence[Candidate], most: int) -> list[Candidate]:
     for c in candidates:
         kinds.setdefault((c.layout.dp, c.layout.pp, c.microbatch_size), c)
     firsts = [c for c in kinds.values() if c.estimate.seconds <= 2 * CLOSE * best]
-    return list(dict.fromkeys([candidates[0], *firsts, *near]))[:most]
+    chosen: list[Candidate] = []
+    for c in (candidates[0], *firsts, *near):
+        if c not in chosen:
+            chosen.append(c)
+    return chosen[:most]
 
 
 def _measured(surveyed: Survey, candidates: Sequence[Candidate], tell: Tell) -> list[Candidate]:
@@ -339,9 +344,10 @@ def _measured(surveyed: Survey, candidates: Sequence[Candidate], tell: Tell) -> 
     few = sensible(candidates, NUM_MEASURED)
     trials = [Trial(layout=c.layout, cuts=c.cuts or None) for c in few]
     jobs = [surveyed.job.with_fields(microbatch_size=size_for(surveyed.job, c)) for c in few]
-    turn = Turn(seconds=0.5, look=False)
+    slow = few[0].estimate.seconds > SLOW_STEP
+    turn, turns = Turn(seconds=0.5, min_steps=2 if slow else 3, look=False), 2 if slow else 3
     if len({c.microbatch_size for c in few}) == 1:
-        run_trials(jobs[0], trials, turn=turn, turns=3, threads=surveyed.threads, tell=tell)
+        run_trials(jobs[0], trials, turn=turn, turns=turns, threads=surveyed.threads, tell=tell)
     else:
         for job, trial in zip(jobs, trials, strict=True):
             run_trials(job, [trial], turn=turn, turns=2, threads=surveyed.threads, tell=tell)
@@ -352,8 +358,7 @@ def _measured(surveyed: Survey, candidates: Sequence[Candidate], tell: Tell) -> 
     ]
     if not ran:
         raise LayoutError(f"none of the best layouts could be run: {trials[0].layout}: {trials[0].error}")
-    failed = {c for c, t in zip(few, trials, strict=True) if t.error}
-    rest = [c for c in candidates if c not in few and c not in failed]
+    rest = [c for c in candidates if c not in few]
     return [*sorted(ran, key=lambda c: c.seconds), *rest]
 
 

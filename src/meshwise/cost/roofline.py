@@ -1,33 +1,67 @@
-"""Seconds of a unit on a device that is not here: FLOPs against what products reach, bytes against memory bandwidth.
+"""Seconds of a unit on a device that is not here: kernel by kernel, and at least what starting them takes the host.
 
-Each kind of operation takes the longest of: its FLOPs at the reachable peak of its dtype, its bytes at the reachable
-bandwidth, and the start of its kernels; these add up.
+A kernel takes the longer of its FLOPs at the rate that its shape reaches and its bytes at the bandwidth that is reached,
+and a start. The host starts kernels one by one and runs ahead of the device; in a layer whose kernels are shorter than
+that, the device waits for the host::
+
+    host    |a|b|c|d|e|                      device  |aaaa|bb|ccccc|d|e|      large: the sum of the kernels
+    host    |  a  |  b  |  c  |              device   |a|   |b|   |c|         small: the number of operations
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from ..hardware.cluster import Cluster, Device
 from ..layout import Layout
-from .blocks import checkpointed
+from .blocks import block_ranges, checkpointed
 from .estimate import GPU_RULES, Pricing
+from .kernels import product_share
 from .links import collective_seconds
 from .profile import CellSeconds, Profile, UnitProfile, Work
 from .sharding import labelled
 from .stage import StageTable, UnitPrice
 
 REACHED_BANDWIDTH = 0.85  # of the vendor's, by large elementwise kernels (Calculon's table: 0.75 at 10 MB, 0.90 at 100)
-ATTENTION = 0.75  # what fused attention reaches of what products reach, forward (FlashAttention-2: 0.73 on A100)
-ATTENTION_BACKWARD = 0.65  # and backward (FlashAttention-2: 0.63)
-CONVOLUTION = 0.7  # convolutions of cuDNN beside products; typical
+HOST_FORWARD = 1.0e-5  # seconds of the host for an operation of the forward: torch's dispatch and the Python around it
+HOST_BACKWARD = 0.7e-5  # ... of the backward, which runs without Python; both are typical of servers, 5 to 15 us
+ATTENTION = 0.6  # the share of products' rate that attention reaches where nothing is known of the device
+ATTENTION_BACKWARD = 0.85  # what its backward reaches beside its forward (FlashAttention-2: 0.63 and 0.73 of A100)
+MASKED_START, WHOLE_START = 450.0, 150.0  # queries at which half the rate is reached (FlashAttention-2, figures 4, 5)
+WINOGRAD = 1.6  # fp32 convolutions of 3 x 3 need 2.25 times fewer products, and transforms (arXiv:1509.09308)
+CONVOLUTION = 0.75  # what convolutions on tensor cores reach beside products; typical of cuDNN, NCHW
 FALLBACK = {"bf16": ("fp16", "fp32"), "fp16": ("bf16", "fp32"), "fp8": ("bf16", "fp16"), "fp64": ("fp32",), "fp32": ()}
+TINY = 64.0  # bytes: an operation on less is none of the model's
 
 
-def peak_of(device: Device, dtype: str, kind: str) -> float:
+@dataclass(frozen=True, kw_only=True)
+class Software:
+    """Say how a framework runs operations. ``compiled``: what streams is fused, and started from a compiled graph."""
+
+    host_forward: float = HOST_FORWARD
+    host_backward: float = HOST_BACKWARD
+    compiled: bool = False
+    tf32: bool = False
+
+
+EAGER = Software()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Spent:
+    """Hold seconds of the device and of the host."""
+
+    forward: float = 0.0
+    backward_input: float = 0.0
+    backward_weight: float = 0.0
+    host_forward: float = 0.0
+    host_backward: float = 0.0
+
+
+def peak_of(device: Device, dtype: str, kind: str, tf32: bool = False) -> float:
     """Give the peak FLOP/s of a dtype; convolutions in fp32 run in tf32 where the device has it, as torch does."""
-    if kind == "conv" and dtype == "fp32" and "tf32" in device.peak_flops:
+    if dtype == "fp32" and "tf32" in device.peak_flops and (kind == "conv" or tf32):
         return device.peak_flops["tf32"]
     for name in (dtype, *FALLBACK.get(dtype, ())):
         if name in device.peak_flops:
@@ -36,49 +70,143 @@ def peak_of(device: Device, dtype: str, kind: str) -> float:
     return next(iter(device.peak_flops.values()))
 
 
-def work_seconds(work: Work, device: Device, *, tp: int, sequence: bool) -> CellSeconds:
+def rate_of(work: Work, shape: tuple[int, ...], device: Device, software: Software) -> float:
+    """Give the FLOP/s that one kind of operation reaches forward."""
+    peak = peak_of(device, work.dtype, work.kind, software.tf32)
+    reached = peak * device.reachable
+    if work.kind == "attention":
+        return peak * _attention_share(work, shape, device)
+    if work.kind == "conv":
+        tensor = peak > device.peak_flops.get("fp32", peak)
+        area = shape[4] if len(shape) > 4 else 1
+        reached *= CONVOLUTION if tensor else (WINOGRAD if area == 9 else 1.0)
+    if not device.multiprocessors or len(shape) < 4:
+        return reached
+    return reached * product_share(shape[:4], device.multiprocessors, reached)
+
+
+def _attention_share(work: Work, shape: tuple[int, ...], device: Device) -> float:
+    """Give the share of the peak that fused attention reaches: less on short sequences, where blocks are few."""
+    share = device.attention or ATTENTION * device.reachable
+    if len(shape) < 4:
+        return share
+    number, queries, keys, size = shape[:4]
+    whole = 4.0 * number * queries * keys * size * max(1, work.forward_count)
+    masked = work.forward_flops < 0.75 * whole if work.forward_flops else True
+    return share * queries / (queries + (MASKED_START if masked else WHOLE_START))
+
+
+def parted_shape(work: Work, tp: int) -> tuple[int, ...]:
+    """Give the shape of a product that tp divides: by its columns, by what it sums over, or by heads."""
+    if tp == 1 or len(work.shape) < 4:
+        return work.shape
+    shape = list(work.shape)
+    if work.shard == "heads":
+        where = 0
+    elif work.shard in ("column", "vocab", "row"):
+        inward = work.shard == "row"
+        if work.forward_flops:
+            where = 3 if inward else 2
+        elif work.backward_input_flops:
+            where = 2 if inward else 3
+        else:
+            where = 2 if inward else 1
+    else:
+        where = 1
+    shape[where] = max(1, shape[where] // tp)
+    return tuple(shape)
+
+
+def work_seconds(work: Work, device: Device, *, tp: int, sequence: bool, software: Software = EAGER) -> Spent:
     """Give the seconds of one kind of operation in a unit; "uncounted" ones take what their bytes take."""
+    if work.forward_bytes + work.backward_bytes <= TINY * max(1, work.count):
+        return Spent()
     share = tp if work.shard != "none" or sequence else 1
-    rate = peak_of(device, work.dtype, work.kind) * device.reachable
-    forward_rate = rate * {"attention": ATTENTION, "conv": CONVOLUTION}.get(work.kind, 1.0)
-    backward_rate = rate * {"attention": ATTENTION_BACKWARD, "conv": CONVOLUTION}.get(work.kind, 1.0)
+    ahead, back = work.forward_count, work.count - work.forward_count
+    shape = parted_shape(work, tp if share > 1 else 1)
+    rate = rate_of(work, shape, device, software)
     bandwidth = device.bytes_per_second * REACHED_BANDWIDTH
-    ahead = bool(work.forward_bytes or work.forward_flops)
-    back = bool(work.backward_bytes or work.backward_input_flops or work.backward_weight_flops)
-    starts = work.count * device.launch_seconds / ((1 if ahead else 0) + (2 if back else 0) or 1)
-    forward = max(work.forward_flops / share / forward_rate, work.forward_bytes / share / bandwidth, starts * ahead)
+
+    def kernels(count: int, flops: float, num_bytes: float, rate: float) -> float:
+        if not count:
+            return 0.0
+        return max(flops / share / rate, num_bytes / share / bandwidth) + count * device.launch_seconds / 2
+
     flops = work.backward_input_flops + work.backward_weight_flops
-    backward = max(flops / share / backward_rate, work.backward_bytes / share / bandwidth, 2 * starts * back)
+    slower = ATTENTION_BACKWARD if work.kind == "attention" else 1.0
+    backward = kernels(back, flops, work.backward_bytes, rate * slower)
     weight = backward * (work.backward_weight_flops / flops if flops else 0.0)
-    return CellSeconds(forward=forward, backward=backward, backward_input=backward - weight, backward_weight=weight)
+    gpu = device.kind == "gpu"
+    return Spent(
+        forward=kernels(ahead, work.forward_flops, work.forward_bytes, rate),
+        backward_input=backward - weight,
+        backward_weight=weight,
+        host_forward=ahead * software.host_forward if gpu else 0.0,
+        host_backward=back * software.host_backward if gpu else 0.0,
+    )
 
 
 def unit_prices(
-    profile: Profile, cluster: Cluster, *, tp: int = 1, sequence: bool = False
+    profile: Profile, cluster: Cluster, *, tp: int = 1, sequence: bool = False, software: Software = EAGER
 ) -> tuple[list[UnitPrice], tuple[str, ...]]:
     """Price all units; also say what is not counted."""
-    known: dict[tuple[object, ...], UnitPrice] = {}
-    prices = []
+    known: dict[tuple[object, ...], Spent] = {}
+    spent: list[Spent] = []
     for unit in profile.units:
-        key = (unit.work, unit.tp_reduces, unit.tp_reduce_bytes)
-        if key not in known:
-            known[key] = _price(unit, cluster, tp, sequence)
-        prices.append(known[key])
+        if unit.work not in known:
+            known[unit.work] = _spent(unit, cluster.device, tp, sequence, software)
+        spent.append(known[unit.work])
+    prices: list[UnitPrice] = []
+    for first, last in block_ranges(profile):
+        seconds = _in_block(spent[first:last])
+        told = [_told(u, cluster, tp) for u in profile.units[first:last]]
+        prices += [
+            UnitPrice(seconds=s, tensor_forward=t, tensor_backward=t) for s, t in zip(seconds, told, strict=True)
+        ]
     return prices, uncounted_notes(profile)
 
 
-def _price(unit: UnitProfile, cluster: Cluster, tp: int, sequence: bool) -> UnitPrice:
-    parts = [work_seconds(w, cluster.device, tp=tp, sequence=sequence) for w in unit.work]
-    seconds = CellSeconds(
-        forward=sum(p.forward for p in parts),
-        backward=sum(p.backward for p in parts),
-        backward_input=sum(p.backward_input for p in parts),
-        backward_weight=sum(p.backward_weight for p in parts),
-    )
-    told = 0.0
-    if tp > 1 and unit.tp_reduces:
-        told = unit.tp_reduces * collective_seconds(cluster, "all-reduce", unit.tp_reduce_bytes, size=tp)
-    return UnitPrice(seconds=seconds, tensor_forward=told, tensor_backward=told)
+def _spent(unit: UnitProfile, device: Device, tp: int, sequence: bool, software: Software) -> Spent:
+    works = list(_fused(unit.work) if software.compiled else unit.work)
+    parts = [work_seconds(w, device, tp=tp, sequence=sequence, software=software) for w in works]
+    return Spent(**{name: sum(getattr(p, name) for p in parts) for name in Spent.__slots__})
+
+
+def _fused(work: Sequence[Work]) -> Iterator[Work]:
+    """Put what streams in one kernel each way: it reads and writes what the largest of them does."""
+    streams = [w for w in work if w.kind == "memory"]
+    yield from (w for w in work if w.kind != "memory")
+    if streams:
+        yield replace(
+            streams[0],
+            count=2,
+            forward_count=1,
+            forward_bytes=max(w.forward_bytes / max(1, w.forward_count) for w in streams),
+            backward_bytes=max(w.backward_bytes / max(1, w.count - w.forward_count) for w in streams),
+        )
+
+
+def _in_block(spent: Sequence[Spent]) -> list[CellSeconds]:
+    """Give the seconds of a layer's units: the device's, or in proportion the host's where those are longer."""
+    ahead = sum(s.forward for s in spent)
+    back = sum(s.backward_input + s.backward_weight for s in spent)
+    slow_ahead = max(1.0, sum(s.host_forward for s in spent) / ahead) if ahead else 1.0
+    slow_back = max(1.0, sum(s.host_backward for s in spent) / back) if back else 1.0
+    return [
+        CellSeconds(
+            forward=s.forward * slow_ahead,
+            backward=(s.backward_input + s.backward_weight) * slow_back,
+            backward_input=s.backward_input * slow_back,
+            backward_weight=s.backward_weight * slow_back,
+        )
+        for s in spent
+    ]
+
+
+def _told(unit: UnitProfile, cluster: Cluster, tp: int) -> float:
+    if tp == 1 or not unit.tp_reduces:
+        return 0.0
+    return unit.tp_reduces * collective_seconds(cluster, "all-reduce", unit.tp_reduce_bytes, size=tp)
 
 
 def uncounted_notes(profile: Profile) -> tuple[str, ...]:
@@ -89,7 +217,7 @@ def uncounted_notes(profile: Profile) -> tuple[str, ...]:
     return (f"Not counted as work, only by their bytes: {named}.",)
 
 
-def named_pricing(cluster: Cluster) -> Callable[[Profile, Layout], Pricing]:
+def named_pricing(cluster: Cluster, software: Software = EAGER) -> Callable[[Profile, Layout], Pricing]:
     """Give the function that prices layouts on a cluster; what it has found for a profile and a tp it keeps."""
     known: dict[tuple[int, int, bool, bool], Pricing] = {}
     kept: list[Profile] = []  # so that no id is used twice
@@ -98,15 +226,18 @@ def named_pricing(cluster: Cluster) -> Callable[[Profile, Layout], Pricing]:
         key = (id(profile), layout.tp, layout.sequence, layout.recompute)
         if key not in known:
             kept.append(profile)
-            known[key] = _pricing(profile, cluster, layout)
+            known[key] = price_layout(profile, cluster, layout, software)
         return known[key]
 
     return price
 
 
-def _pricing(profile: Profile, cluster: Cluster, layout: Layout) -> Pricing:
+def price_layout(profile: Profile, cluster: Cluster, layout: Layout, software: Software = EAGER) -> Pricing:
+    """Price a layout's kind (its tp, sequence sharding and recompute) on a cluster that is not here."""
     parted = labelled(profile)
-    prices, notes = unit_prices(parted.profile, cluster, tp=layout.tp, sequence=layout.sequence)
+    prices, notes = unit_prices(
+        parted.profile, cluster, tp=layout.tp, sequence=layout.sequence, software=software
+    )
     shown: Sequence[str] = parted.notes if layout.tp > 1 else ()
     held = checkpointed(parted.profile) if layout.recompute else parted.profile
     table = StageTable(held, prices, tp=layout.tp, sequence=layout.sequence)

@@ -77,9 +77,14 @@ def unit_kinds(profile: Profile, width: int) -> list[str]:
             columns = True
         elif kind in ("row", "pair"):
             columns = attended = False
-        if any(w.kind == "attention" for w in unit.work) and kind != "pair":
+        if any(_attends(w) for w in unit.work) and kind != "pair":
             attended = True
     return kinds
+
+
+def _attends(work: Work) -> bool:
+    """Tell attention, also as products of many small matrices."""
+    return work.kind == "attention" or (work.kind == "matmul" and len(work.shape) > 3 and work.shape[0] > 1)
 
 
 def _kind(unit: UnitProfile, matrices: Sequence[tuple[int, ...]], width: int, columns: bool, attended: bool) -> str:
@@ -135,4 +140,4 @@ def _shard(work: Work, kind: str) -> str:
         return "column" if work.kind in PRODUCTS else "inner"
     if kind == "row":
         return "row" if work.kind in PRODUCTS else "none"
-    return "heads" if work.kind == "attention" else "column" if work.kind in PRODUCTS else "inner"
+    return "heads" if _attends(work) else "column" if work.kind in PRODUCTS else "inner"

@@ -23,7 +23,8 @@ class Device:
     ``peak_flops``: FLOP/s of matrix products by dtype ("fp32", "tf32", "fp16", "bf16", "fp8"), as the vendor states
     them (measured ones for this machine). ``reachable``: the share of it that large products reach in practice.
     ``bytes_per_second``: memory bandwidth. ``memory_bytes``: what a rank may use. ``launch_seconds``: the floor of one
-    kernel. ``sources`` names for each field where its figure comes from.
+    kernel. ``multiprocessors``: how many parts of a product run at once (0: not known); ``attention``: the share of the
+    peak that fused attention reaches (0: not known). ``sources`` names for each field where its figure comes from.
     """
 
     name: str
@@ -33,6 +34,8 @@ class Device:
     reachable: float
     bytes_per_second: float
     launch_seconds: float = 5e-6
+    multiprocessors: int = 0
+    attention: float = 0.0
     sources: Mapping[str, str] = field(default_factory=dict)
 
 

@@ -76,6 +76,8 @@ def _device(part: _Part) -> Device:
         reachable=part.number("reachable", above=0.0, most=1.0),
         bytes_per_second=part.number("bytes_per_second", above=0.0),
         launch_seconds=part.number("launch_seconds", least=0.0),
+        multiprocessors=int(part.number("multiprocessors", least=0.0)),
+        attention=part.number("attention", least=0.0, most=1.0),
         sources=part.texts("sources"),
     )
 

@@ -13,7 +13,10 @@ from ..errors import JobError
 from .cluster import Cluster, Device, Level, Link
 
 OVERLAP = 1.15  # by how much computing slows down beside a collective: 1.1 to 1.3 is usual on GPUs (Galvatron)
-DEVICE_FIELDS = ("kind", "memory_bytes", "peak_flops", "reachable", "bytes_per_second", "launch_seconds", "sources")
+DEVICE_FIELDS = (
+    "kind", "memory_bytes", "peak_flops", "reachable", "bytes_per_second", "launch_seconds", "multiprocessors",
+    "attention", "sources",
+)  # fmt: skip
 
 
 def named_cluster(text: str) -> Cluster:
@@ -49,7 +52,7 @@ def _cluster(text: str, facts: dict[str, Any], numbers: list[int]) -> Cluster:
                 f"{facts['name']}, like {numbers[0]}x{usual}x{facts['name']}."
             )
     nodes, inside = numbers
-    device = Device(name=facts["name"], **{k: facts[k] for k in DEVICE_FIELDS})
+    device = Device(name=facts["name"], **{k: facts[k] for k in DEVICE_FIELDS if k in facts})
     levels = [Level(size=inside, link=Link(**facts["node_link"]))]
     if nodes > 1:
         levels.append(Level(size=nodes, link=Link(**facts["network"])))

@@ -145,15 +145,23 @@ def _kind(packet: Any, name: str, func: Any, args: Any, kwargs: Any, result: Any
 
 
 def _shape(kind: str, read: list[Tensor], made: list[Tensor]) -> tuple[int, ...]:
-    """Give (number, rows, columns, summed over) of products; the backward of a convolution has its forward's."""
+    """Give (number, rows, columns, summed over) of products.
+
+    Of attention: (batch * heads, queries, keys, size of a head). Of a convolution, backward too, its forward's as a
+    product, and the area of its kernel where its output is as large as its input (else 1).
+    """
     if kind == "matmul" and len(read) >= 2 and read[-1].dim() in (2, 3) and read[-2].dim() == read[-1].dim():
         a, b = read[-2], read[-1]
         return (a.shape[0] if a.dim() == 3 else 1, a.shape[-2], b.shape[-1], a.shape[-1])
     if kind == "conv" and len(read) >= 2:
-        weight = next((t for t in read[1:] if t.dim() > 2), read[1])
-        back = len(read) > 2 and read[2].dim() == weight.dim()  # (gradient, input, weight)
-        weight, out = (read[2], read[0]) if back else (weight, made[0])
-        return (1, out.numel() // max(1, out.shape[1]), weight.shape[0], weight[0].numel())
+        back = len(read) > 2 and read[2].dim() == read[0].dim()  # (gradient, input, weight)
+        source, weight, out = (read[1], read[2], read[0]) if back else (read[0], read[1], made[0])
+        whole = source.shape[2:] == out.shape[2:]
+        area = weight[0, 0].numel() if whole else 1
+        return (1, out.numel() // max(1, out.shape[1]), weight.shape[0], weight[0].numel(), area)
+    if kind == "attention":
+        q, k = read[1:3] if len(made) > 2 or len(read) > 4 else read[:2]  # backward: the gradient comes first
+        return (q.shape[0] * q.shape[1], q.shape[2], k.shape[2], q.shape[3])
     return ()
 
 

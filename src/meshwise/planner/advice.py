@@ -86,8 +86,8 @@ def _model(profile: Profile, task: Task) -> Iterator[str]:
     if share < 0.3 or its_time > share / 2:
         return
     low, high = _busiest(seconds)
-    name = profile.units[top].name
-    where = f"{profile.units[low].name} .. {profile.units[high - 1].name}"
+    name = f'"{profile.units[top].name}"'
+    where = f'"{profile.units[low].name}" to "{profile.units[high - 1].name}"'
     moved = sum(p.num_bytes for p in profile.parameters.values() if p.trainable)
     handed = [u.boundary_bytes for u in profile.units[:-1]]
     yield (
