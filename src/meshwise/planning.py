@@ -218,13 +218,13 @@ def profile_here(
 
 
 def fits_alone(job: Job, profile: Profile, limit: float) -> bool:
-    """Tell whether whole steps fit on one device, as counted."""
+    """Tell whether whole steps fit on one device, as counted and with much room: nothing is lost where they could."""
     from .cost.estimate import NOTHING, cut_stages, memory_of
 
     workload = replace(workload_of(job, profile), num_microbatches=2)
     table = StageTable(profile, [UnitPrice(seconds=NOTHING)] * len(profile.units))
     rank = memory_of(profile, workload, Layout(), cut_stages(table, ()), CPU_RULES)[0]
-    return rank.reserved <= limit
+    return 1.3 * rank.reserved <= limit
 
 
 class DistRanks:

@@ -101,7 +101,10 @@ def time_job(
             profile = memory.seen(profile, steps.counts[1])
     units = UnitTimer(job, worker, data)
     ranks.meet()
-    timed = _settle(profile, units.run(budget.seconds), together, load)
+    seconds = units.run(budget.seconds)
+    if steps is None and ranks.world_size > 1:
+        profile = replace(memory.seen(profile, 0), peak_bytes=None)
+    timed = _settle(profile, seconds, together, load)
     if alone is not None and together is not None:
         timed = replace(timed, contention=max(1.0, together.microbatch / alone.microbatch))
     found: Profile = ranks.tell(timed if ranks.rank == 0 else None)[0]
