@@ -14,6 +14,9 @@ from ..schedule.library import build_program
 from .stage import StageCost
 
 
+SHARE_STEP = 4096  # bytes; replicas' shares of a row end at whole pages
+
+
 @dataclass(frozen=True, kw_only=True)
 class MemoryRules:
     """State what a runtime adds to the tensors of a job.
@@ -187,7 +190,8 @@ def rank_memory(
     messages = _messages(stages, layout, rules, step)
     if rules.shares_host and dp > 1:  # parameters are mapped twice, and whoever publishes them touches all of both
         mapped = 2 * parameters, kept * (1 + (dp - 1) / dp)
-        held, grads, state = mapped[0], mapped[1] + fresh, optimizer / dp
+        state = optimizer / dp + (SHARE_STEP * optimizer / parameters if parameters else 0.0)
+        held, grads = mapped[0], mapped[1] + fresh
         outside = sum(mapped) + messages
     else:
         held = parameters / dp + gathered if zero == 3 else parameters

@@ -115,6 +115,7 @@ class Profile:
     microbatch_size: int
     units: tuple[UnitProfile, ...]
     parameters: Mapping[str, ParameterProfile]
+    buffers: Mapping[str, int] = field(default_factory=dict)  # bytes by name, each once
     buffer_bytes: int = 0
     batch_bytes: float = 0.0
     load_seconds: float = 0.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +11,7 @@ import numpy
 import torch
 from torch import nn
 
-from ..errors import JobError
+from ..errors import DataError, JobError
 from ..job import Job
 from .book import forward_names
 from .losses import call_forward
@@ -37,10 +38,18 @@ def build_model(job: Job, device: torch.device, sample: Callable[[], Any] | None
     if not isinstance(model, nn.Module):
         raise JobError(f"model= must be an nn.Module or a function that builds one, not {type(model).__name__}.")
     model = model.to(device, torch.float64) if job.precision == "float64" else model.to(device)
-    if sample is not None and lazy_names(model):
-        fill_lazy(job, model, sample())
-    refuse_lazy(model)
+    settle_lazy(job, model, sample)
     return model
+
+
+def settle_lazy(job: Job, model: nn.Module, sample: Callable[[], Any] | None) -> None:
+    """Let lazy layers take their sizes from a sample. Raises JobError that names one where there is none."""
+    if not lazy_names(model):
+        return
+    with contextlib.suppress(DataError):
+        if sample is not None:
+            fill_lazy(job, model, sample())
+    refuse_lazy(model)
 
 
 def lazy_names(model: nn.Module) -> list[str]:

@@ -62,13 +62,14 @@ def count_sizes(job: Job, model: nn.Module, batches: Sequence[Any], *, graph: Gr
             runs = [UnitRun(job, model, staged, data, loss) for data in found]
             units = [run.all_units() for run in runs]
         parameters = _parameters(job, model)
-        buffers = sum(b.numel() * b.element_size() for b in model.buffers())
+        buffers = {n: b.numel() * b.element_size() for n, b in model.named_buffers()}
     return [
         Profile(
             microbatch_size=count_samples(data),
             units=each,
             parameters=parameters,
-            buffer_bytes=buffers,
+            buffers=buffers,
+            buffer_bytes=sum(buffers.values()),
             batch_bytes=float(sum(t.numel() * t.element_size() for t in leaves(data) if isinstance(t, Tensor))),
             uncounted=run.uncounted,
             notes=tuple(_notes(graph)),

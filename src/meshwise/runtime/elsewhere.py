@@ -17,7 +17,7 @@ from ..data.loader import MicrobatchLoader
 from ..errors import DataError, JobError
 from ..job import Job
 from ..tree import map_leaves
-from .build import build_model, fill_lazy, lazy_names, refuse_lazy, seed_everything
+from .build import build_model, lazy_names, seed_everything, settle_lazy
 from .counted import count_sizes
 
 
@@ -53,20 +53,18 @@ def build_on_meta(job: Job) -> nn.Module:
         model = job.model
         if lazy_names(model):
             model = copy.deepcopy(model)
-            fill_lazy(job, model, samples(job, 1))
-        refuse_lazy(model)
+            settle_lazy(job, model, lambda: samples(job, 1))
         return model
     seed_everything(job.seed)
     try:
         with torch.device("meta"):
             model = job.model()
-            if isinstance(model, nn.Module) and lazy_names(model):
-                fill_lazy(job, model, on_meta(samples(job, 1)))
+            if isinstance(model, nn.Module):
+                settle_lazy(job, model, lambda: on_meta(samples(job, 1)))
     except (NotImplementedError, RuntimeError, ValueError, TypeError):
         return build_model(job, torch.device("cpu"), lambda: samples(job, 1))
     if not isinstance(model, nn.Module):
         raise JobError(f"model= must be an nn.Module or a function that builds one, not {type(model).__name__}.")
-    refuse_lazy(model)
     return model
 
 
