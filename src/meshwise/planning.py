@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from .cost.estimate import CPU_RULES, GPU_RULES, Pricing, Workload, fitted_rules, measured_prices
 from .cost.profile import Profile
 from .cost.stage import StageTable, UnitPrice
-from .errors import JobError, LayoutError
+from .errors import LayoutError
 from .grid import microbatch_sizes, slot_ranges
 from .hardware.cluster import Cluster
 from .hardware.limits import MemoryLimit
@@ -17,9 +17,9 @@ from .job import Job
 from .layout import Layout
 from .plan import Candidate, Plan
 from .planner.advice import advise
-from .planner.search import Found, Task, consider, search
+from .planner.search import Found, Task, search
 from .planner.space import Space
-from .quantities import format_bytes, parse_bytes
+from .quantities import parse_bytes
 
 if TYPE_CHECKING:
     from .runtime.timed import Ranks
@@ -102,6 +102,7 @@ def search_counts(surveyed: Survey, space: Space) -> Found:
 
 
 def make_plan(surveyed: Survey, found: Found) -> Plan:
+    """Make the plan of what a search found: its first candidate is chosen."""
     task = surveyed.task
     chosen = found.candidates[0]
     return Plan(
@@ -257,6 +258,7 @@ class DistRanks:
 def survey_of(
     job: Job, cluster: Cluster, count: int, profiles: list[Profile], limit: MemoryLimit, threads: int
 ) -> Survey:
+    """Put profiles that were timed here, the machine and its limit together."""
     rules = CPU_RULES if cluster.device.kind == "cpu" else GPU_RULES
     workloads = [workload_of(job, p) for p in profiles]
     pricings = [
@@ -411,6 +413,3 @@ def microbatch_choices_elsewhere(job: Job) -> tuple[int, ...]:
         own = job.microbatch
         return (own,) if isinstance(own, int) else (max(own),)
     return tuple(s for s in (1, 2, 4, 8) if s <= job.batch_size)
-
-
-__all__ = ["JobError", "Plan", "Survey", "choose", "consider", "format_bytes", "plan", "survey"]

@@ -102,12 +102,10 @@ def train(
 
     environment = detect()
     joined = environment.world_size > 1
-    show = Progress(enabled=progress and environment.rank == 0)
-    settled = None
+    show, settled = Progress(enabled=progress and environment.rank == 0), None
     if not joined:
-        settled = settle(
-            job, layout, devices, threads=threads, steps=steps or num_steps_of(job, epochs), tell=show.tell
-        )
+        count = steps or num_steps_of(job, epochs)
+        settled = settle(job, layout, devices, threads=threads, steps=count, tell=show.tell)
         job, layout = settled.job, settled.layout
     plan = _Plan(
         job=job,
