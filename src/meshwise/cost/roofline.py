@@ -235,9 +235,7 @@ def named_pricing(cluster: Cluster, software: Software = EAGER) -> Callable[[Pro
 def price_layout(profile: Profile, cluster: Cluster, layout: Layout, software: Software = EAGER) -> Pricing:
     """Price a layout's kind (its tp, sequence sharding and recompute) on a cluster that is not here."""
     parted = labelled(profile)
-    prices, notes = unit_prices(
-        parted.profile, cluster, tp=layout.tp, sequence=layout.sequence, software=software
-    )
+    prices, notes = unit_prices(parted.profile, cluster, tp=layout.tp, sequence=layout.sequence, software=software)
     shown: Sequence[str] = parted.notes if layout.tp > 1 else ()
     held = checkpointed(parted.profile) if layout.recompute else parted.profile
     table = StageTable(held, prices, tp=layout.tp, sequence=layout.sequence)

@@ -1,0 +1,94 @@
+"""What frameworks of published runs do that their layout does not say: kernels, state of a parameter, fixed memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from meshwise.cost.roofline import EAGER, Software
+
+from .rows import Row
+
+CONTEXT = 0.6e9  # bytes of a CUDA context with its kernels: 0.5 to 0.9 GiB on A100 (ml-engineering)
+CHANNELS = 1.4e9  # bytes that the first collectives take: device use went from 0.55 to 2.0 GiB (ml-engineering)
+
+
+@dataclass(frozen=True, kw_only=True)
+class State:
+    """State bytes of a parameter: what ZeRO does not part at its stage stays whole on each replica."""
+
+    weights: float
+    gradients: float
+    optimizer: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Practice:
+    """State what a framework does. ``fixed``: bytes on a device beside tensors, as the source measures memory."""
+
+    software: Software
+    state: State
+    fused_attention: bool
+    half: bool  # weights and activations are 16 bit
+    fixed: float
+    margin: float
+    again: float  # the share of the forward that runs again in the backward
+    zero: int
+
+
+def practice_of(row: Row) -> Practice:
+    """Find out what the framework of a row does."""
+    name = row.framework
+    half = not any(word in row.precision for word in ("fp32", "tf32")) or "amp" in row.precision
+    compiled = any(word in name for word in ("compile", "thunder", "nvfuser", "tensorflow"))
+    fused = not ("megatron-deepspeed" in name or "megatron-v1" in name or "bert" in row.model)
+    software = Software(compiled=compiled, tf32="tf32" in row.precision)
+    return Practice(
+        software=software if compiled or software.tf32 else EAGER,
+        state=_state(row, half),
+        fused_attention=fused,
+        half=half,
+        fixed=_fixed(row),
+        margin=1.0 if "allocated" in row.memory_kind else 1.05,
+        again=_again(row),
+        zero=_zero(row),
+    )
+
+
+def _zero(row: Row) -> int:
+    if row.zero or "shard" in row.fsdp or "fsdp" in row.fsdp or "fsdp" in row.framework:
+        return row.zero or 3
+    return 0
+
+
+def _again(row: Row) -> float:
+    """Read how much of the forward runs again; "selective" saves about every second product (torchtitan's policy)."""
+    text = row.act_ckpt
+    if not text or text.startswith(("none", "no", "false", "0")):
+        return 0.0
+    if text.startswith("selective"):
+        return 0.0 if "megatron" in row.framework else 0.5
+    return 1.0
+
+
+def _state(row: Row, half: bool) -> State:
+    """Give bytes by scheme: mixed precision with Adam 2 + 2 + 12, Megatron's fp32 gradients 2 + 4 + 12."""
+    name = row.framework
+    if "cnn" in row.family or "gpipe" in name:  # SGD with momentum, or none at all
+        return State(weights=4, gradients=4, optimizer=4) if not half else State(weights=2, gradients=2, optimizer=8)
+    if not half:
+        return State(weights=4, gradients=4, optimizer=8)
+    if "bf16-true" in row.precision or "pure" in row.fsdp or "torchtune" in name:
+        return State(weights=2, gradients=2, optimizer=4)
+    if "fsdp" in name or "fabric" in name or "nanotron" in name:
+        return State(weights=4, gradients=4, optimizer=8)
+    if "megatron-core" in name or "megatron-lm" in name:
+        return State(weights=2, gradients=4, optimizer=12)
+    return State(weights=2, gradients=2, optimizer=12)
+
+
+def _fixed(row: Row) -> float:
+    if "allocated" in row.memory_kind or "reserved" in row.memory_kind or "peak" in row.memory_kind:
+        return 0.0
+    if not row.memory_kind or "sum" in row.notes:
+        return 0.0
+    return CONTEXT + (CHANNELS if row.gpus > 1 else 0.0)

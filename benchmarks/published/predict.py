@@ -1,0 +1,218 @@
+"""Predict the step time and the memory of a published run, with the layout as its source states it."""
+
+from __future__ import annotations
+
+import functools
+import re
+from dataclasses import dataclass, replace
+
+from meshwise.cost.blocks import block_of
+from meshwise.cost.estimate import Pricing, Workload, cut_stages, estimate, memory_of
+from meshwise.cost.profile import ParameterProfile, Profile
+from meshwise.cost.roofline import price_layout
+from meshwise.errors import JobError
+from meshwise.hardware.cluster import Cluster, Level
+from meshwise.hardware.named import find_device, named_cluster
+from meshwise.layout import Layout
+from meshwise.plan import Estimate
+
+from .counting import Unknown, profile_of
+from .practice import Practice, practice_of
+from .rows import Row
+
+MOST_UNKNOWN = (1, 2, 4, 8)  # microbatches that are tried where the source does not state one
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """Hold what was predicted: seconds of a step, bytes of the fullest device (or their sum), and the estimate."""
+
+    seconds: float
+    num_bytes: float
+    estimate: Estimate
+    samples: float
+    tokens: float
+
+
+def predict(row: Row) -> Prediction:
+    """Predict one row. Raises Unknown for what cannot be rebuilt, and says why."""
+    if row.cp > 1 or row.ep > 1:
+        raise Unknown("context and expert parallelism are not modelled")
+    practice, cluster = practice_of(row), cluster_of(row)
+    if row.micro_batch:
+        return _at(row, practice, cluster, max(1, round(row.micro_batch)))
+    share = max(1, (row.global_batch or row.dp) // row.dp)
+    found = [_at(row, practice, cluster, m) for m in MOST_UNKNOWN if share % m == 0]
+    fits = [p for p in found if p.num_bytes <= cluster.device.memory_bytes] or found[:1]
+    return min(fits, key=lambda p: p.seconds)
+
+
+def _at(row: Row, practice: Practice, cluster: Cluster, micro: int) -> Prediction:
+    profile = profile_of(row, practice, micro)
+    profile = replace(profile, parameters=_with_state(profile, practice))
+    batch = row.global_batch or micro * row.dp
+    count = max(1, round(batch / (row.dp * micro)))
+    workload = Workload(batch_size=batch, num_microbatches=count * row.dp, slots=row.dp, clips=False)
+    whole = layout_of(row, practice)
+    cuts = cuts_of(row, profile, whole.num_stages)
+    found = []
+    for again in {practice.again > 0, practice.again == 1}:
+        layout = replace(whole, recompute=again)
+        pricing = _pricing(row, practice, profile, cluster, layout)
+        found.append((estimate(profile, cluster, workload, layout, cuts, pricing), layout, pricing))
+    low = min(found, key=lambda f: f[0].seconds)
+    high = max(found, key=lambda f: f[0].seconds)
+    seconds = low[0].seconds + practice.again * (high[0].seconds - low[0].seconds) if len(found) > 1 else low[0].seconds
+    chosen = high if practice.again else low
+    return Prediction(
+        seconds=seconds,
+        num_bytes=_bytes(row, practice, profile, workload, chosen[1], cuts, chosen[2]),
+        estimate=chosen[0],
+        samples=batch,
+        tokens=batch * row.seq,
+    )
+
+
+def _with_state(profile: Profile, practice: Practice) -> dict[str, ParameterProfile]:
+    """Give parameters the bytes of the framework's optimizer."""
+    return {
+        name: replace(p, optimizer_bytes=round(p.num_elements * practice.state.optimizer))
+        for name, p in profile.parameters.items()
+    }
+
+
+_prices: dict[object, Pricing] = {}
+
+
+def _pricing(row: Row, practice: Practice, profile: Profile, cluster: Cluster, layout: Layout) -> Pricing:
+    plain = replace(layout, dp=1, pp=1, zero=0, schedule="1f1b", virtual=1)
+    key = (profile.microbatch_size, practice, row.layers, row.hidden, row.seq, row.ffn, row.model, cluster, plain)
+    try:
+        if key not in _prices:
+            _prices[key] = price_layout(profile, cluster, plain, practice.software)
+        return _prices[key]
+    except TypeError:  # a cluster holds dictionaries
+        return _hashed(row, practice, profile, cluster, plain)
+
+
+def _hashed(row: Row, practice: Practice, profile: Profile, cluster: Cluster, plain: Layout) -> Pricing:
+    key = (profile.microbatch_size, practice, row.layers, row.hidden, row.seq, row.ffn, row.model, row.family,
+           cluster.device.name, repr(cluster.levels), plain)  # fmt: skip
+    if key not in _prices:
+        _prices[key] = price_layout(profile, cluster, plain, practice.software)
+    return _prices[key]
+
+
+def layout_of(row: Row, practice: Practice) -> Layout:
+    """Give the row's layout."""
+    schedule, virtual = "1f1b", 1
+    if row.pp > 1:
+        if "gpipe" in row.schedule:
+            schedule = "gpipe"
+        elif "interleaved" in row.schedule or row.vpp > 1:
+            schedule, virtual = "interleaved", max(2, row.vpp)
+        elif "zb" in row.schedule or "zero" in row.schedule:
+            schedule = "zero-bubble"
+    zero = practice.zero if row.dp > 1 else 0
+    sequence = row.tp > 1 and (row.sp or "torchtitan" in row.framework or "megatron-core" in row.framework)
+    return Layout(dp=row.dp, pp=row.pp, tp=row.tp, zero=zero, schedule=schedule, virtual=virtual, sequence=sequence)
+
+
+def cuts_of(row: Row, profile: Profile, num_stages: int) -> tuple[int, ...]:
+    """Cut into equal numbers of layers, as Megatron does, or where the source says."""
+    if num_stages == 1:
+        return ()
+    starts = layer_starts(profile)
+    count = len(starts)
+    partition = re.search(r"partition \[([\d, ]+)\]", row.notes)
+    if partition and count:
+        edges = [int(n) for n in partition.group(1).split(",")]
+        outside = (edges[-1] - count) // 2
+        inner = [min(count - 1, max(1, e - outside)) for e in edges[1:-1]]
+    elif count >= num_stages:
+        inner = [k * count // num_stages for k in range(1, num_stages)]
+    else:
+        balance = re.search(r"balance \(layers per stage\) ([\d,]+)", row.notes)
+        units = len(profile.units)
+        shares = [int(n) for n in balance.group(1).split(",")] if balance else [1] * num_stages
+        total, ends = sum(shares), [sum(shares[: k + 1]) for k in range(len(shares) - 1)]
+        return tuple(max(1, min(units - 1, round(e * units / total))) for e in ends)
+    return tuple(starts[k] for k in inner)
+
+
+def layer_starts(profile: Profile) -> list[int]:
+    """Give the first unit of each layer of a transformer."""
+    starts: dict[str, int] = {}
+    for k, unit in enumerate(profile.units):
+        name = block_of(unit)
+        if re.fullmatch(r"layers\.\d+", name):
+            starts.setdefault(name, k)
+    return list(starts.values())
+
+
+def _bytes(
+    row: Row, practice: Practice, profile: Profile, workload: Workload, layout: Layout, cuts: tuple[int, ...],
+    pricing: Pricing,
+) -> float:  # fmt: skip
+    """Add up memory; weights and gradients have the framework's bytes, not those that were counted."""
+    stages = cut_stages(pricing.table, cuts)
+    ranks = memory_of(profile, workload, layout, stages, pricing.rules)
+    counted = 2.0 if practice.half else 4.0
+    totals = []
+    for rank in ranks:
+        parts = dict(rank.parts)
+        parts["parameters"] *= practice.state.weights / counted
+        parts["gradients"] *= practice.state.gradients / counted
+        parts["runtime"] = 0.0
+        totals.append(sum(parts.values()) * practice.margin + practice.fixed)
+    return sum(totals) if "sum" in row.notes else max(totals)
+
+
+# ---- hardware ------------------------------------------------------------------------------------------------------
+
+
+def cluster_of(row: Row) -> Cluster:
+    """Find the hardware of a row, with its network where the source states one."""
+    name = device_name(row.gpu)
+    inside = min(row.gpus_per_node or 8, row.gpus)
+    nodes = -(-row.gpus // inside)
+    return _cluster(name, nodes, inside, _network(row.interconnect, row.gpus_per_node or 8))
+
+
+@functools.cache
+def _cluster(name: str, nodes: int, inside: int, network: float | None) -> Cluster:
+    cluster = named_cluster(f"{nodes}x{inside}x{name}" if nodes > 1 else f"{inside}x{name}")
+    if network is None or nodes == 1:
+        return cluster
+    link = replace(cluster.levels[-1].link, bytes_per_second=0.8 * network, source="the run's own source")
+    return replace(cluster, levels=(cluster.levels[0], Level(size=nodes, link=link)))
+
+
+def _network(text: str, per_node: int) -> float | None:
+    """Read "400 Gb/s per node" and the like as bytes a second of one device."""
+    for pattern, shared in ((r"(\d+) gb/s rdma per gpu", False), (r"(\d+) gb/s per gpu", False), (r"8x(\d+)gb/s", False),
+                            (r"(\d+) gb/s (?:\w+ )?per node", True), (r"(\d+) gb/s between nodes", True)):  # fmt: skip
+        found = re.search(pattern, text)
+        if found:
+            return float(found.group(1)) * 1e9 / 8 / (per_node if shared else 1)
+    return None
+
+
+def device_name(text: str) -> str:
+    """Find a known device in a row's text. Raises Unknown."""
+    clean = text.replace("geforce", "").replace("nvidia", "").replace("tesla", "").strip()
+    clean = re.sub(r"\(.*?\)", "", clean).strip()
+    for name in (clean, *_variants(clean)):
+        try:
+            return str(find_device(name)["name"])
+        except JobError:
+            continue
+    raise Unknown(f"no device {text!r} is known")
+
+
+def _variants(text: str) -> list[str]:
+    words = re.split(r"[\s-]+", text)
+    found = [" ".join(words[:k]) for k in range(len(words), 0, -1)]
+    chip = next((w for w in words if re.fullmatch(r"[a-z]{1,2}\d{2,4}[a-z]?", w)), "")
+    size = next((w for w in words if re.fullmatch(r"\d+gb", w)), "")
+    return [*found, f"{chip}-{size}", chip]
