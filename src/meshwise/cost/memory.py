@@ -13,7 +13,7 @@ from ..schedule.actions import Action, Op
 from ..schedule.library import build_program
 from .stage import StageCost
 
-
+SPLIT_SHARE = 0.5  # of what a cell saved: gradients of layers' outputs, kept for the second half of a parted backward
 SHARE_STEP = 4096  # bytes; replicas' shares of a row end at whole pages
 
 
@@ -148,6 +148,8 @@ def _peak(moments: Iterable[Moment], stages: Sequence[StageCost], layout: Layout
         held = sum(n * k for n, k in zip(moment.live, kept, strict=True))
         stage = stages[moment.running]
         extra = stage.forward_peak_bytes if moment.forward else stage.backward_peak_bytes
+        if layout.schedule == "zero-bubble" and not moment.forward:
+            extra += SPLIT_SHARE * stage.held_bytes
         live = sum(moment.live) + 1
         if held + extra > best.held + best.extra:
             best = Cells(held=held, extra=extra, live=max(live, best.live))
@@ -219,7 +221,8 @@ def _gradients(stages: Sequence[StageCost], rules: MemoryRules, step: Step) -> t
     most, nodes = step.rows if rules.keeps_partial_sums else (1, 1)
     if step.coupled:
         return gradients * nodes, (most - nodes) * max(s.largest_gradient_bytes for s in stages)
-    return gradients * nodes, gradients * (most - nodes)
+    made = max(s.gradient_bytes for s in stages)  # by the cell that runs, of one of the rank's stages
+    return gradients * nodes, gradients * max(0, most - nodes - 1) + (made if most > nodes else 0.0)
 
 
 def _messages(stages: Sequence[StageCost], layout: Layout, rules: MemoryRules, step: Step) -> float:
