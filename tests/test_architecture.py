@@ -18,7 +18,7 @@ MAX_FUNCTION_LINES = 60
 
 # ---- the import table: a part of the package, and the other parts it may import -----------------
 
-VALUES = {"errors", "events", "grid", "job", "layout", "mesh", "plan", "quantities", "tree"}
+VALUES = {"errors", "events", "grid", "job", "layout", "mesh", "plans", "quantities", "tree"}
 HARDWARE = {"hardware.cluster", "hardware.files", "hardware.named", "hardware.limits", "hardware.remembered"}
 COST = VALUES | HARDWARE | {"schedule", "cost"}
 PURE = COST | {"data.order", "planner"}  # planning: no torch

@@ -17,9 +17,9 @@ from pathlib import Path
 
 import meshwise as mw
 from meshwise.layout import Layout
-from meshwise.plan import Candidate
 from meshwise.planner.search import Found, consider
 from meshwise.planning import Survey, choose, search_counts, survey
+from meshwise.plans import Candidate
 from meshwise.trials import Trial, Turn, run_trials
 
 from .jobs import JOBS

@@ -14,7 +14,7 @@ from meshwise.errors import JobError
 from meshwise.hardware.cluster import Cluster, Level
 from meshwise.hardware.named import find_device, named_cluster
 from meshwise.layout import Layout
-from meshwise.plan import Estimate
+from meshwise.plans import Estimate
 
 from .counting import Unknown, profile_of
 from .practice import Practice, practice_of

@@ -9,16 +9,27 @@ from .job import Job
 from .layout import Layout
 
 if TYPE_CHECKING:
+    from .comparing import compare
+    from .planning import plan
+    from .plans import Plan
+    from .probing import probe
     from .session import Session
     from .training import TrainResult, train
     from .verification import Verdict, verify
 
 __version__ = "0.1.0"
-__all__ = ["Job", "Layout", "MeshwiseError", "Session", "TrainResult", "Verdict", "train", "verify"]
+__all__ = [
+    *("Job", "Layout", "MeshwiseError", "Plan", "Session", "TrainResult", "Verdict"),
+    *("compare", "plan", "probe", "train", "verify"),
+]
 
 _LAZY = {
+    "Plan": "plans",
     "Session": "session",
     "TrainResult": "training",
+    "compare": "comparing",
+    "plan": "planning",
+    "probe": "probing",
     "train": "training",
     "Verdict": "verification",
     "verify": "verification",

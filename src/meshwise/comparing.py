@@ -13,10 +13,10 @@ from .errors import LayoutError
 from .hardware.limits import MemoryLimit
 from .job import Job
 from .layout import Layout
-from .plan import Candidate, Rejection
 from .planner.advice import parameter_shares
 from .planner.search import Found, Task, consider, name_stages, search
 from .planning import Survey, Tell, _quiet, nothing_fits, size_for, survey
+from .plans import Candidate, Rejection
 from .quantities import format_bytes, format_count, format_seconds
 from .report.comparison import Comparison, LayoutResult, MemoryBar, ScalingPoint, UnitShare
 from .report.measured import bars_of, measured_parts, predicted_bars

@@ -15,10 +15,10 @@ from .hardware.cluster import Cluster
 from .hardware.limits import MemoryLimit
 from .job import Job
 from .layout import Layout
-from .plan import Candidate, Plan
 from .planner.advice import advise
 from .planner.search import Found, Task, search
 from .planner.space import Space
+from .plans import Candidate, Plan
 from .quantities import parse_bytes
 
 if TYPE_CHECKING:

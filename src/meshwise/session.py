@@ -24,7 +24,7 @@ from .launch.rank import join_environment
 from .layout import Layout
 from .parallel.connect import connect
 from .parallel.transport import Mailroom, MemoryTransport, Transport, wait_for
-from .plan import Plan
+from .plans import Plan
 from .runtime.evaluate import evaluate
 from .runtime.look import look
 from .runtime.offers import Facts, offers, processor_flags

@@ -8,7 +8,6 @@ from typing import Any
 from .errors import LayoutError
 from .job import Job
 from .layout import Layout
-from .plan import Candidate, Plan
 from .planner.search import Found, consider
 from .planning import (
     DistRanks,
@@ -24,6 +23,7 @@ from .planning import (
     survey,
     survey_of,
 )
+from .plans import Candidate, Plan
 
 MEASURED_RUN = 120.0  # seconds; training that is predicted to take longer begins with running the best few layouts
 

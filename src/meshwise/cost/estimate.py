@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from ..grid import slot_ranges, split_evenly
 from ..hardware.cluster import Cluster
 from ..layout import Layout
-from ..plan import Estimate, RankMemory
+from ..plans import Estimate, RankMemory
 from ..schedule.replay import Timeline
 from .exchange import Exchange, exchange_of, transfer_of
 from .memory import MemoryRules, Step, gradient_rows, live_bytes, rank_memory

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from ..grid import Range, TreeStack, slot_ranges, split_evenly, tree_cover
 from ..layout import Layout
-from ..plan import RankMemory
+from ..plans import RankMemory
 from ..schedule.actions import Action, Op
 from ..schedule.library import build_program
 from .stage import StageCost

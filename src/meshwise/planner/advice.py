@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from ..cost.profile import Profile
 from ..hardware.cluster import Cluster, Link, Measured
 from ..layout import Layout
-from ..plan import Candidate, Rejection
+from ..plans import Candidate, Rejection
 from ..quantities import format_bytes, format_count, format_seconds
 from .search import Found, Task, consider
 

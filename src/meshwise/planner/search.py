@@ -14,7 +14,7 @@ from ..cost.profile import Profile
 from ..cost.stage import StageCost, StageTable
 from ..hardware.cluster import Cluster
 from ..layout import Layout
-from ..plan import Candidate, RankMemory, Rejection
+from ..plans import Candidate, RankMemory, Rejection
 from ..quantities import format_bytes
 from .space import Space, illegal, layouts
 from .stages import Fits, best_cuts, improved

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from ..cost.estimate import Workload
 from ..hardware.cluster import Cluster
 from ..layout import Layout
-from ..plan import Rejection
+from ..plans import Rejection
 
 MOST_RANKS = 64  # of a pipeline; none longer was ever reported
 

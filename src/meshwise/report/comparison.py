@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..plan import Rejection
+from ..plans import Rejection
 
 # A part of a step, as the pictures name and colour it: the keys of ``time_parts`` (see plan.TIME_PARTS) and of
 # ``memory_parts`` (see plan.MEMORY_PARTS).

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from ..layout import Layout
-from ..plan import TIME_PARTS, Estimate
+from ..plans import TIME_PARTS, Estimate
 from ..schedule.actions import CELLS, COUPLES, RECEIVES, SENDS, Action, Op, matching
 from ..schedule.replay import Timeline
 from .comparison import Bar
