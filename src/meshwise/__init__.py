@@ -19,8 +19,18 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
-    *("Job", "Layout", "MeshwiseError", "Plan", "Session", "TrainResult", "Verdict"),
-    *("compare", "plan", "probe", "train", "verify"),
+    "Job",
+    "Layout",
+    "MeshwiseError",
+    "Plan",
+    "Session",
+    "TrainResult",
+    "Verdict",
+    "compare",
+    "plan",
+    "probe",
+    "train",
+    "verify",
 ]
 
 _LAZY = {
