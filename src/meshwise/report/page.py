@@ -67,9 +67,9 @@ def make_page(comparison: Comparison, files: Mapping[str, Sequence[str]] | None 
 
 
 TIME_NOTE = "Above what was predicted, below what was measured on the rank that computes most. Same scale for all."
-MEMORY_NOTE = "Coloured: predicted, part by part. The dark mark is the measured peak of the process above its baseline."
-TIMELINE_NOTE = "The real step above, the predicted one below, on one scale. A row is a rank."
-SCALING_NOTE = "The best layout on so many devices, the same batch; the light bar is what perfect scaling would give."
+MEMORY_NOTE = "Coloured: predicted, part by part. The mark is the measured peak of the process above its baseline."
+TIMELINE_NOTE = "The real step, and below it the predicted one (plan), on one scale. A row is a rank."
+SCALING_NOTE = "The best layout on so many devices, the same batch; the mark is where perfect scaling would be."
 UNITS_NOTE = (
     "What a stage may begin with. dp exchanges all parameters each step; pp hands on what the last column says."
 )
@@ -209,7 +209,7 @@ def _mark(share: float, title: str, kind: str = "") -> str:
 def _timelines(comparison: Comparison) -> str:
     body, used = "", set()
     for r in comparison.results:
-        rows = [("measured", r.timeline), ("predicted", r.predicted_timeline)]
+        rows = [("real", r.timeline), ("plan", r.predicted_timeline)]
         whole = max((bar.end for _, bars in rows for bar in bars), default=0.0)
         if not whole:
             continue

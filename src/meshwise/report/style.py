@@ -51,7 +51,7 @@ tr.chosen > * { background: color-mix(in srgb, var(--best) 10%, transparent); }
 .legend { list-style: none; display: flex; flex-wrap: wrap; gap: 4px 16px; padding: 0; margin: 0 0 12px;
   font-size: .88rem; }
 .key { display: inline-block; width: 14px; height: 14px; border-radius: 3px; margin-right: 6px; vertical-align: -2px; }
-.units td.share { min-width: 8rem; text-align: left; }
+.units td.share, .units th:nth-child(2), .units th:nth-child(3) { min-width: 8rem; text-align: left; }
 .mini { display: inline-block; height: 10px; border-radius: 2px; margin-right: 6px; max-width: calc(100% - 3.4rem);
   vertical-align: 0; }
 .plain { padding-left: 1.2rem; margin: 0; overflow-wrap: anywhere; }
