@@ -80,11 +80,11 @@ def print_line(name: str, compared: Sequence[Compared]) -> None:
 
 
 def _work(compared: Compared) -> float:
-    """Give what a constant rate is taken of: model FLOPs a device, or samples for image models."""
+    """Give what a constant rate is taken of: the model's FLOPs on a device."""
     row = compared.row
     if row.layers and row.hidden and row.seq:
         return model_flops(row, compared.prediction.tokens) / row.gpus
-    return compared.prediction.samples * (row.params or 1.0) / row.gpus
+    return compared.prediction.samples * compared.prediction.flops / row.gpus
 
 
 def _percent(value: float | None, signed: bool = False) -> str:

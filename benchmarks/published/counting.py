@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import meshwise as mw
-from meshwise.cost.profile import Profile
+from meshwise.cost.profile import Profile, UnitProfile
 from meshwise.cost.scaling import at_microbatch
 from meshwise.runtime.counted import count_sizes
 
@@ -20,6 +21,7 @@ from .rows import Row
 from .vision import VISION, Image, image_loss, vision_model
 
 COUNTED = (11, 13)  # samples; primes, so that no two products have one shape by chance
+FEW_LAYERS = 3  # of a deep transformer are counted; the rest are like the middle one
 BERT_VOCABULARY = 30_528
 MASKED_TOKENS = {128: 20, 512: 80}  # most predicted tokens of a sequence, as NVIDIA's recipe has them
 
@@ -31,6 +33,9 @@ class Unknown(ValueError):
 @functools.cache
 def counted(sizes: Sizes | Image, half: bool) -> tuple[Profile, Profile]:
     """Count one model at two sizes."""
+    if isinstance(sizes, Sizes) and sizes.layers > FEW_LAYERS:
+        few = counted(replace(sizes, layers=FEW_LAYERS), half)
+        return deepened(few[0], sizes.layers), deepened(few[1], sizes.layers)
     with torch.device("meta"):
         model = build(sizes)
         model = model.to(torch.float16) if half else model
@@ -39,6 +44,29 @@ def counted(sizes: Sizes | Image, half: bool) -> tuple[Profile, Profile]:
     job = mw.Job(model=model, loss=loss, optimizer=_sgd, train_data=_Nothing(), batch_size=1, batch_norm="microbatch")
     one, two = count_sizes(job, model, batches)
     return one, two
+
+
+def deepened(profile: Profile, layers: int) -> Profile:
+    """Give the profile of a model with more layers, all like the middle one of those that were counted."""
+    middle = f"layers.{FEW_LAYERS // 2}."
+    units, parameters = [], dict(profile.parameters)
+    for unit in profile.units:
+        number = re.match(r"layers\.(\d+)\.", unit.name)
+        if number is None:
+            units.append(unit)
+        elif int(number[1]) == 0 and not any(u.name.startswith("layers.") for u in units):
+            inside = [u for u in profile.units if u.name.startswith(middle)]
+            units += [_renamed(u, middle, f"layers.{k}.") for k in range(layers) for u in inside]
+    for name, p in profile.parameters.items():
+        if name.startswith(middle):
+            for k in range(layers):
+                new = name.replace(middle, f"layers.{k}.")
+                parameters[new] = replace(p, name=new)
+    return replace(profile, units=tuple(units), parameters=parameters)
+
+
+def _renamed(unit: UnitProfile, old: str, new: str) -> UnitProfile:
+    return replace(unit, name=unit.name.replace(old, new), params=tuple(p.replace(old, new) for p in unit.params))
 
 
 def _sgd(parameters: Any) -> torch.optim.Optimizer:
@@ -87,8 +115,6 @@ def sizes_of(row: Row, practice: Practice) -> Sizes | Image:
 
 
 def _unet(row: Row) -> Image:
-    import re
-
     found = re.search(r"b=(\d+),c=(\d+)", row.model)
     if not found:
         raise Unknown("the U-Net's size is not stated")

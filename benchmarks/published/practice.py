@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from meshwise.cost.roofline import EAGER, Software
+from meshwise.cost.roofline import HOST, Software
 
 from .rows import Row
 
 CONTEXT = 0.6e9  # bytes of a CUDA context with its kernels: 0.5 to 0.9 GiB on A100 (ml-engineering)
 CHANNELS = 1.4e9  # bytes that the first collectives take: device use went from 0.55 to 2.0 GiB (ml-engineering)
+
+
+FIRST_FLASH = 0.5  # FlashAttention before version 2, which is 1.7 to 3 times as fast (its paper): runs of early 2023
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,12 +41,17 @@ class Practice:
 def practice_of(row: Row) -> Practice:
     """Find out what the framework of a row does."""
     name = row.framework
-    half = not any(word in row.precision for word in ("fp32", "tf32")) or "amp" in row.precision
-    compiled = any(word in name for word in ("compile", "thunder", "nvfuser", "tensorflow"))
+    half = "16" in row.precision or "fp8" in row.precision or "float8" in row.precision
+    compiled = any(word in name for word in ("compile", "thunder", "nvfuser"))
     fused = not ("megatron-deepspeed" in name or "megatron-v1" in name or "bert" in row.model)
-    software = Software(compiled=compiled, tf32="tf32" in row.precision)
+    software = Software(
+        host=HOST * (row.dp if "dataparallel" in _all(row) else 1.0),  # one process starts the kernels of all devices
+        compiled=compiled,
+        tf32="tf32" in row.precision,
+        attention=FIRST_FLASH if "composer" in name else 1.0,
+    )
     return Practice(
-        software=software if compiled or software.tf32 else EAGER,
+        software=software,
         state=_state(row, half),
         fused_attention=fused,
         half=half,
@@ -52,6 +60,10 @@ def practice_of(row: Row) -> Practice:
         again=_again(row),
         zero=_zero(row),
     )
+
+
+def _all(row: Row) -> str:
+    return f"{row.framework} {row.notes}"
 
 
 def _zero(row: Row) -> int:
@@ -73,7 +85,9 @@ def _again(row: Row) -> float:
 def _state(row: Row, half: bool) -> State:
     """Give bytes by scheme: mixed precision with Adam 2 + 2 + 12, Megatron's fp32 gradients 2 + 4 + 12."""
     name = row.framework
-    if "cnn" in row.family or "gpipe" in name:  # SGD with momentum, or none at all
+    if "gpipe" in name:  # plain SGD
+        return State(weights=4, gradients=4, optimizer=0)
+    if "cnn" in row.family:  # SGD with momentum
         return State(weights=4, gradients=4, optimizer=4) if not half else State(weights=2, gradients=2, optimizer=8)
     if not half:
         return State(weights=4, gradients=4, optimizer=8)
@@ -81,7 +95,7 @@ def _state(row: Row, half: bool) -> State:
         return State(weights=2, gradients=2, optimizer=4)
     if "fsdp" in name or "fabric" in name or "nanotron" in name:
         return State(weights=4, gradients=4, optimizer=8)
-    if "megatron-core" in name or "megatron-lm" in name:
+    if "megatron" in name:
         return State(weights=2, gradients=4, optimizer=12)
     return State(weights=2, gradients=2, optimizer=12)
 

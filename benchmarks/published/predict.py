@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from meshwise.cost.blocks import block_of
 from meshwise.cost.estimate import Pricing, Workload, cut_stages, estimate, memory_of
+from meshwise.cost.links import collective_seconds
 from meshwise.cost.profile import ParameterProfile, Profile
 from meshwise.cost.roofline import price_layout
 from meshwise.errors import JobError
@@ -16,7 +17,7 @@ from meshwise.hardware.named import find_device, named_cluster
 from meshwise.layout import Layout
 from meshwise.plans import Estimate
 
-from .counting import Unknown, profile_of
+from .counting import Unknown, profile_of, sizes_of
 from .practice import Practice, practice_of
 from .rows import Row
 
@@ -32,6 +33,7 @@ class Prediction:
     estimate: Estimate
     samples: float
     tokens: float
+    flops: float  # of the forward of a sample
 
 
 def predict(row: Row) -> Prediction:
@@ -41,7 +43,9 @@ def predict(row: Row) -> Prediction:
     practice, cluster = practice_of(row), cluster_of(row)
     if row.micro_batch:
         return _at(row, practice, cluster, max(1, round(row.micro_batch)))
-    share = max(1, (row.global_batch or row.dp) // row.dp)
+    if not row.global_batch:
+        raise Unknown("the source states neither a microbatch nor a batch")
+    share = max(1, row.global_batch // row.dp)
     found = [_at(row, practice, cluster, m) for m in MOST_UNKNOWN if share % m == 0]
     fits = [p for p in found if p.num_bytes <= cluster.device.memory_bytes] or found[:1]
     return min(fits, key=lambda p: p.seconds)
@@ -55,6 +59,8 @@ def _at(row: Row, practice: Practice, cluster: Cluster, micro: int) -> Predictio
     workload = Workload(batch_size=batch, num_microbatches=count * row.dp, slots=row.dp, clips=False)
     whole = layout_of(row, practice)
     cuts = cuts_of(row, profile, whole.num_stages)
+    if "dataparallel" in row.framework + row.notes:
+        return _in_one_process(row, practice, cluster, profile, whole)
     found = []
     for again in {practice.again > 0, practice.again == 1}:
         layout = replace(whole, recompute=again)
@@ -70,7 +76,33 @@ def _at(row: Row, practice: Practice, cluster: Cluster, micro: int) -> Predictio
         estimate=chosen[0],
         samples=batch,
         tokens=batch * row.seq,
+        flops=_forward_flops(profile) / profile.microbatch_size,
     )
+
+
+def _in_one_process(row: Row, practice: Practice, cluster: Cluster, profile: Profile, whole: Layout) -> Prediction:
+    """Predict torch's DataParallel: parameters go out and gradients come back in each step, beside nothing."""
+    layout = replace(whole, dp=1, zero=0)
+    workload = Workload(batch_size=profile.microbatch_size, num_microbatches=1, slots=1)
+    pricing = _pricing(row, practice, profile, cluster, layout)
+    alone = estimate(profile, cluster, workload, layout, (), pricing)
+    num_bytes = float(sum(p.num_bytes for p in profile.parameters.values()))
+    told = 2 * collective_seconds(cluster, "broadcast", num_bytes, size=row.dp)
+    parts = {**alone.time_parts, "communication": told}
+    parts["optimizer"] = 0.0 if "no optimizer" in row.notes else parts["optimizer"]
+    seconds = sum(parts.values())
+    return Prediction(
+        seconds=seconds,
+        num_bytes=_bytes(row, practice, profile, workload, layout, (), pricing),
+        estimate=replace(alone, seconds=seconds, time_parts=parts),
+        samples=row.global_batch or profile.microbatch_size * row.dp,
+        tokens=0.0,
+        flops=_forward_flops(profile) / profile.microbatch_size,
+    )
+
+
+def _forward_flops(profile: Profile) -> float:
+    return sum(w.forward_flops for u in profile.units for w in u.work)
 
 
 def _with_state(profile: Profile, practice: Practice) -> dict[str, ParameterProfile]:
@@ -81,26 +113,16 @@ def _with_state(profile: Profile, practice: Practice) -> dict[str, ParameterProf
     }
 
 
-_prices: dict[object, Pricing] = {}
+_prices: dict[object, tuple[Profile, Pricing]] = {}
 
 
 def _pricing(row: Row, practice: Practice, profile: Profile, cluster: Cluster, layout: Layout) -> Pricing:
+    """Price a kind of layout once for a model, a microbatch size and a cluster."""
     plain = replace(layout, dp=1, pp=1, zero=0, schedule="1f1b", virtual=1)
-    key = (profile.microbatch_size, practice, row.layers, row.hidden, row.seq, row.ffn, row.model, cluster, plain)
-    try:
-        if key not in _prices:
-            _prices[key] = price_layout(profile, cluster, plain, practice.software)
-        return _prices[key]
-    except TypeError:  # a cluster holds dictionaries
-        return _hashed(row, practice, profile, cluster, plain)
-
-
-def _hashed(row: Row, practice: Practice, profile: Profile, cluster: Cluster, plain: Layout) -> Pricing:
-    key = (profile.microbatch_size, practice, row.layers, row.hidden, row.seq, row.ffn, row.model, row.family,
-           cluster.device.name, repr(cluster.levels), plain)  # fmt: skip
+    key = (sizes_of(row, practice), practice, profile.microbatch_size, cluster.device.name, repr(cluster.levels), plain)
     if key not in _prices:
-        _prices[key] = price_layout(profile, cluster, plain, practice.software)
-    return _prices[key]
+        _prices[key] = (profile, price_layout(profile, cluster, plain, practice.software))
+    return _prices[key][1]
 
 
 def layout_of(row: Row, practice: Practice) -> Layout:
@@ -165,7 +187,9 @@ def _bytes(
         parts["gradients"] *= practice.state.gradients / counted
         parts["runtime"] = 0.0
         totals.append(sum(parts.values()) * practice.margin + practice.fixed)
-    return sum(totals) if "sum" in row.notes else max(totals)
+    if "sum" in row.notes:
+        return sum(totals)
+    return totals[0] if "nvidia-smi" in row.memory_kind else max(totals)  # people look at the first node
 
 
 # ---- hardware ------------------------------------------------------------------------------------------------------

@@ -44,9 +44,19 @@ def exchange_of(cluster: Cluster, layout: Layout, stages: Sequence[StageCost], n
         parameters = sum(s.parameter_bytes for s in stages)
         gather = collective_seconds(cluster, "all-gather", parameters, size=layout.dp, stride=stride)
     last = reduce * min(1.0, FIRST_BUCKET / num_bytes) if num_bytes else 0.0
-    exposed = max(last, reduce - backward / cluster.overlap_slowdown)
     forward = sum(s.seconds.forward + s.tensor_forward for s in stages)
-    return Exchange(total=reduce + gather, seconds=exposed + max(0.0, gather - forward / cluster.overlap_slowdown))
+    seconds = _beside(cluster, reduce, backward, least=last) + _beside(cluster, gather, forward)
+    return Exchange(total=reduce + gather, seconds=seconds)
+
+
+def _beside(cluster: Cluster, told: float, computing: float, least: float = 0.0) -> float:
+    """Give what communication beside computing adds: what is not hidden, and by how much it slows computing down.
+
+    Of the time for which both run, ``overlap_slowdown`` says how much longer computing takes.
+    """
+    slow = cluster.overlap_slowdown
+    both = min(told - least, computing * slow)
+    return least + max(0.0, told - least - computing * slow) + both * (1 - 1 / slow)
 
 
 def _here(cluster: Cluster, dp: int, num_bytes: float) -> float:
@@ -68,9 +78,8 @@ def _gathered(
     gather = collective_seconds(cluster, "all-gather", parameters, size=layout.dp, stride=stride)
     forward = sum(s.seconds.forward + s.tensor_forward for s in stages)
     backward = sum(s.seconds.backward + s.tensor_backward for s in stages) + (forward if layout.recompute else 0.0)
-    first = gather / units
-    exposed = first + max(0.0, gather - forward / cluster.overlap_slowdown)
-    exposed += reduce / units + max(0.0, gather + reduce - backward / cluster.overlap_slowdown)
+    exposed = _beside(cluster, gather, forward, least=gather / units)
+    exposed += _beside(cluster, gather + reduce, backward, least=reduce / units)
     total = num_microbatches * (2 * gather + reduce)
     return Exchange(total=total, seconds=num_microbatches * exposed)
 

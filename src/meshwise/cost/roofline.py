@@ -24,25 +24,32 @@ from .sharding import labelled
 from .stage import StageTable, UnitPrice
 
 REACHED_BANDWIDTH = 0.85  # of the vendor's, by large elementwise kernels (Calculon's table: 0.75 at 10 MB, 0.90 at 100)
-HOST_FORWARD = 1.0e-5  # seconds of the host for an operation of the forward: torch's dispatch and the Python around it
-HOST_BACKWARD = 0.7e-5  # ... of the backward, which runs without Python; both are typical of servers, 5 to 15 us
+# Seconds of the host for an operation that makes a value, with the views, modules and autograd nodes around it: each
+# step of torch's dispatch takes 5 to 25 us, and about three go with one such operation. The one constant that was
+# calibrated, on published runs of small models.
+HOST = 5.0e-5
+COMPILED_HOST = 0.2  # the share of it in a compiled graph
 ATTENTION = 0.6  # the share of products' rate that attention reaches where nothing is known of the device
 ATTENTION_BACKWARD = 0.85  # what its backward reaches beside its forward (FlashAttention-2: 0.63 and 0.73 of A100)
 MASKED_START, WHOLE_START = 450.0, 150.0  # queries at which half the rate is reached (FlashAttention-2, figures 4, 5)
 WINOGRAD = 1.6  # fp32 convolutions of 3 x 3 need 2.25 times fewer products, and transforms (arXiv:1509.09308)
-CONVOLUTION = 0.75  # what convolutions on tensor cores reach beside products; typical of cuDNN, NCHW
+TRANSPOSES = 2.0  # times its bytes: cuDNN turns values to channels-last for tensor cores and back again
 FALLBACK = {"bf16": ("fp16", "fp32"), "fp16": ("bf16", "fp32"), "fp8": ("bf16", "fp16"), "fp64": ("fp32",), "fp32": ()}
 TINY = 64.0  # bytes: an operation on less is none of the model's
 
 
 @dataclass(frozen=True, kw_only=True)
 class Software:
-    """Say how a framework runs operations. ``compiled``: what streams is fused, and started from a compiled graph."""
+    """Say how a framework runs operations.
 
-    host_forward: float = HOST_FORWARD
-    host_backward: float = HOST_BACKWARD
+    ``host``: seconds of the host for an operation. ``compiled``: what streams is fused, and started from a compiled
+    graph. ``tf32``: products of fp32 are made in tf32. ``attention``: its speed beside that of FlashAttention-2.
+    """
+
+    host: float = HOST
     compiled: bool = False
     tf32: bool = False
+    attention: float = 1.0
 
 
 EAGER = Software()
@@ -75,14 +82,22 @@ def rate_of(work: Work, shape: tuple[int, ...], device: Device, software: Softwa
     peak = peak_of(device, work.dtype, work.kind, software.tf32)
     reached = peak * device.reachable
     if work.kind == "attention":
-        return peak * _attention_share(work, shape, device)
+        return peak * software.attention * _attention_share(work, shape, device)
     if work.kind == "conv":
-        tensor = peak > device.peak_flops.get("fp32", peak)
+        tensor = peak > 2.5 * device.peak_flops.get("fp32", peak)
         area = shape[4] if len(shape) > 4 else 1
-        reached *= CONVOLUTION if tensor else (WINOGRAD if area == 9 else 1.0)
+        reached *= WINOGRAD if area == 9 and not tensor else 1.0
     if not device.multiprocessors or len(shape) < 4:
         return reached
     return reached * product_share(shape[:4], device.multiprocessors, reached)
+
+
+def _turned(work: Work, device: Device, software: Software) -> bool:
+    """Tell convolutions on tensor cores, whose values are turned to channels-last and back."""
+    if work.kind != "conv":
+        return False
+    peak = peak_of(device, work.dtype, work.kind, software.tf32)
+    return peak > 2.5 * device.peak_flops.get("fp32", peak)
 
 
 def _attention_share(work: Work, shape: tuple[int, ...], device: Device) -> float:
@@ -130,19 +145,21 @@ def work_seconds(work: Work, device: Device, *, tp: int, sequence: bool, softwar
     def kernels(count: int, flops: float, num_bytes: float, rate: float) -> float:
         if not count:
             return 0.0
-        return max(flops / share / rate, num_bytes / share / bandwidth) + count * device.launch_seconds / 2
+        turned = TRANSPOSES * num_bytes / share / bandwidth if _turned(work, device, software) else 0.0
+        moved = num_bytes / share / bandwidth
+        return max(flops / share / rate, moved) + turned + count * device.launch_seconds / 2
 
     flops = work.backward_input_flops + work.backward_weight_flops
     slower = ATTENTION_BACKWARD if work.kind == "attention" else 1.0
     backward = kernels(back, flops, work.backward_bytes, rate * slower)
     weight = backward * (work.backward_weight_flops / flops if flops else 0.0)
-    gpu = device.kind == "gpu"
+    host = software.host * (COMPILED_HOST if software.compiled else 1.0) if device.kind == "gpu" else 0.0
     return Spent(
         forward=kernels(ahead, work.forward_flops, work.forward_bytes, rate),
         backward_input=backward - weight,
         backward_weight=weight,
-        host_forward=ahead * software.host_forward if gpu else 0.0,
-        host_backward=back * software.host_backward if gpu else 0.0,
+        host_forward=ahead * host,
+        host_backward=back * host,
     )
 
 
