@@ -26,7 +26,8 @@ def run(*words: str | Path) -> Result:
 
 def test_train_resume_and_export(tmp_path: Path) -> None:
     """Training, going on under another layout and exporting work in a row, and the weights load in the plain model."""
-    first = run("train", EXAMPLES / "digits_mlp.py", "--devices", "2", "--epochs", "1", "--run", tmp_path / "run")
+    words = ["--layout", "dp=2", "--epochs", "1", "--run", tmp_path / "run"]
+    first = run("train", EXAMPLES / "digits_mlp.py", *words)
     assert first.exit_code == 0, first.output
     assert "300 test samples, each once" in first.output and "layout dp=2 on 2 devices" in first.output
     again = run(

@@ -87,7 +87,7 @@ def train(
 def verify(
     file: FileArgument,
     devices: Devices = None,
-    layout: LayoutOption = "auto",
+    layout: Annotated[str, typer.Option(help='Like "dp=2,pp=2"; auto: one replica a device.')] = "auto",
     steps: Annotated[int, typer.Option(help="Steps to compare.")] = 3,
     threads: Threads = 1,
     plain: Annotated[bool, typer.Option(help="Also compare with a plain float64 loop.")] = True,

@@ -142,10 +142,15 @@ def survey(
     tell: Tell = _quiet,
 ) -> Survey:
     """Time the job's units and probe the machine, in ranks of their own."""
-    from .launch.environment import num_devices
+    from .launch.environment import detect, num_devices
     from .launch.local import run_ranks
     from .probing import probed
 
+    if detect().world_size > 1:
+        raise LayoutError(
+            "planning starts ranks of its own, so one process calls it, not each rank of torchrun; there, "
+            'layout="auto" plans among the ranks that are running.'
+        )
     count = devices if devices is not None else num_devices()
     _check_devices(count)
     limit = memory_limit(count, memory)

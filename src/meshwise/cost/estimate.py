@@ -12,7 +12,7 @@ from ..hardware.cluster import Cluster
 from ..layout import Layout
 from ..plans import Estimate, RankMemory
 from ..schedule.replay import Timeline
-from .exchange import Exchange, exchange_of, transfer_of
+from .exchange import Exchange, exchange_of, meeting_seconds, transfer_of
 from .memory import MemoryRules, Step, gradient_rows, live_bytes, rank_memory
 from .profile import CellSeconds, Profile
 from .stage import StageCost, StageTable, UnitPrice
@@ -125,7 +125,7 @@ def estimate(
         "bubble": replayed.bubble,
         "data": data,
         "optimizer": tail,
-        "other": profile.begin_seconds + _norm_seconds(cluster, workload, layout),
+        "other": profile.begin_seconds + _norm_seconds(cluster, workload, layout) + meeting_seconds(cluster, layout),
     }
     return Estimate(
         seconds=sum(parts.values()),
