@@ -141,7 +141,7 @@ def _language(row: Row, practice: Practice) -> Sizes:
         return replace(plain, gated=True, bias=False, rms=True, rotary=True, learned_positions=False, tied=False)
     if "mpt" in row.family:
         return replace(plain, bias=False)
-    return replace(plain, dropout=0.1)
+    return replace(plain, dropout=0.1, wide_softmax="megatron-v1" in row.framework)
 
 
 def profile_of(row: Row, practice: Practice, micro_batch: int) -> Profile:

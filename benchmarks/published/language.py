@@ -30,7 +30,7 @@ class Sizes:
     tied: bool = True
     dropout: float = 0.0
     post_norm: bool = False
-    wide_softmax: bool = False  # scores are made fp32 for the softmax
+    wide_softmax: bool = False  # scores are made fp32, scaled, masked and normalised one after the other
 
 
 def drop(x: Tensor, share: float) -> Tensor:
@@ -70,9 +70,17 @@ class Attention(nn.Module):
         batch, heads, length, size = q.shape
         flat = [t.reshape(batch * heads, length, size) for t in (q, k, v)]
         scores = torch.bmm(flat[0], flat[1].transpose(1, 2))
-        weights = (scores.float() if self.sizes.wide_softmax else scores).softmax(-1)
+        if self.sizes.wide_softmax:
+            scores = self._masked(scores.float() * size**-0.5)
+        weights = scores.softmax(-1)
         weights = drop(weights.to(q.dtype), self.sizes.dropout)
         return torch.bmm(weights, flat[2]).view(batch, heads, length, size)
+
+
+    def _masked(self, scores: Tensor) -> Tensor:
+        length = scores.shape[-1]
+        mask = torch.ones(length, length, dtype=torch.bool, device=scores.device)
+        return scores.masked_fill(mask, -10_000.0)
 
 
 def rotate(x: Tensor) -> Tensor:

@@ -35,6 +35,8 @@ class Practice:
     fixed: float
     margin: float
     again: float  # the share of the forward that runs again in the backward
+    told: float  # bytes of a gradient as it is exchanged
+    overlaps: bool  # exchanges run beside the backward
     zero: int
 
 
@@ -48,6 +50,7 @@ def practice_of(row: Row) -> Practice:
         host=HOST * (row.dp if "dataparallel" in _all(row) else 1.0),  # one process starts the kernels of all devices
         compiled=compiled,
         tf32="tf32" in row.precision,
+        fp8="fp8" in row.precision or "float8" in row.precision,
         attention=FIRST_FLASH if "composer" in name else 1.0,
     )
     return Practice(
@@ -58,6 +61,8 @@ def practice_of(row: Row) -> Practice:
         fixed=_fixed(row),
         margin=1.0 if "allocated" in row.memory_kind else 1.05,
         again=_again(row),
+        told=4.0 if "fp32 allreduce" in row.precision or "megatron-core" in name or not half else 2.0,
+        overlaps="deepspeed" not in name,
         zero=_zero(row),
     )
 

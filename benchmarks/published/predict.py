@@ -21,6 +21,7 @@ from .counting import Unknown, profile_of, sizes_of
 from .practice import Practice, practice_of
 from .rows import Row
 
+NO_GAIN = 1e9  # the slowdown of computing beside an exchange at which it could as well wait
 MOST_UNKNOWN = (1, 2, 4, 8)  # microbatches that are tried where the source does not state one
 
 
@@ -41,6 +42,8 @@ def predict(row: Row) -> Prediction:
     if row.cp > 1 or row.ep > 1:
         raise Unknown("context and expert parallelism are not modelled")
     practice, cluster = practice_of(row), cluster_of(row)
+    if not practice.overlaps:
+        cluster = replace(cluster, overlap_slowdown=NO_GAIN)
     if row.micro_batch:
         return _at(row, practice, cluster, max(1, round(row.micro_batch)))
     if not row.global_batch:
@@ -106,9 +109,13 @@ def _forward_flops(profile: Profile) -> float:
 
 
 def _with_state(profile: Profile, practice: Practice) -> dict[str, ParameterProfile]:
-    """Give parameters the bytes of the framework's optimizer."""
+    """Give parameters the bytes of the framework's optimizer, and those that are exchanged."""
     return {
-        name: replace(p, optimizer_bytes=round(p.num_elements * practice.state.optimizer))
+        name: replace(
+            p,
+            num_bytes=round(p.num_elements * practice.told),
+            optimizer_bytes=round(p.num_elements * practice.state.optimizer),
+        )
         for name, p in profile.parameters.items()
     }
 
@@ -179,7 +186,7 @@ def _bytes(
     """Add up memory; weights and gradients have the framework's bytes, not those that were counted."""
     stages = cut_stages(pricing.table, cuts)
     ranks = memory_of(profile, workload, layout, stages, pricing.rules)
-    counted = 2.0 if practice.half else 4.0
+    counted = practice.told
     totals = []
     for rank in ranks:
         parts = dict(rank.parts)

@@ -1,7 +1,7 @@
 """Seconds of a unit on a device that is not here: kernel by kernel, and at least what starting them takes the host.
 
-A kernel takes the longer of its FLOPs at the rate that its shape reaches and its bytes at the bandwidth that is reached,
-and a start. The host starts kernels one by one and runs ahead of the device; in a layer whose kernels are shorter than
+A kernel takes the longer of its FLOPs at the rate that its shape reaches and its bytes at the reached bandwidth, and a
+start. The host starts kernels one by one and runs ahead of the device; in a layer whose kernels are shorter than
 that, the device waits for the host::
 
     host    |a|b|c|d|e|                      device  |aaaa|bb|ccccc|d|e|      large: the sum of the kernels
@@ -33,8 +33,10 @@ ATTENTION = 0.6  # the share of products' rate that attention reaches where noth
 ATTENTION_BACKWARD = 0.85  # what its backward reaches beside its forward (FlashAttention-2: 0.63 and 0.73 of A100)
 MASKED_START, WHOLE_START = 450.0, 150.0  # queries at which half the rate is reached (FlashAttention-2, figures 4, 5)
 WINOGRAD = 1.6  # fp32 convolutions of 3 x 3 need 2.25 times fewer products, and transforms (arXiv:1509.09308)
+CONVOLUTION = 0.75  # what other convolutions reach beside products: their columns are gathered; typical of cuDNN
 TRANSPOSES = 2.0  # times its bytes: cuDNN turns values to channels-last for tensor cores and back again
 FALLBACK = {"bf16": ("fp16", "fp32"), "fp16": ("bf16", "fp32"), "fp8": ("bf16", "fp16"), "fp64": ("fp32",), "fp32": ()}
+FP8_BYTES = 3.0  # times the bytes of a product in 16 bit, with the casts of its factors
 TINY = 64.0  # bytes: an operation on less is none of the model's
 
 
@@ -43,12 +45,14 @@ class Software:
     """Say how a framework runs operations.
 
     ``host``: seconds of the host for an operation. ``compiled``: what streams is fused, and started from a compiled
-    graph. ``tf32``: products of fp32 are made in tf32. ``attention``: its speed beside that of FlashAttention-2.
+    graph. ``tf32``: products of fp32 are made in tf32. ``fp8``: weights' products are made in
+    fp8, their factors cast for each. ``attention``: its speed beside that of FlashAttention-2.
     """
 
     host: float = HOST
     compiled: bool = False
     tf32: bool = False
+    fp8: bool = False
     attention: float = 1.0
 
 
@@ -86,7 +90,7 @@ def rate_of(work: Work, shape: tuple[int, ...], device: Device, software: Softwa
     if work.kind == "conv":
         tensor = peak > 2.5 * device.peak_flops.get("fp32", peak)
         area = shape[4] if len(shape) > 4 else 1
-        reached *= WINOGRAD if area == 9 and not tensor else 1.0
+        reached *= WINOGRAD if area == 9 and not tensor else CONVOLUTION
     if not device.multiprocessors or len(shape) < 4:
         return reached
     return reached * product_share(shape[:4], device.multiprocessors, reached)
@@ -132,10 +136,23 @@ def parted_shape(work: Work, tp: int) -> tuple[int, ...]:
     return tuple(shape)
 
 
+def _in_fp8(work: Work) -> Work:
+    """Give a product in fp8: both factors are read once more for their scale, and once to be cast."""
+    if work.kind != "matmul" or work.dtype not in ("bf16", "fp16") or (work.shape and work.shape[0] > 1):
+        return work
+    return replace(
+        work,
+        dtype="fp8",
+        forward_bytes=work.forward_bytes * FP8_BYTES,
+        backward_bytes=work.backward_bytes * FP8_BYTES,
+    )
+
+
 def work_seconds(work: Work, device: Device, *, tp: int, sequence: bool, software: Software = EAGER) -> Spent:
     """Give the seconds of one kind of operation in a unit; "uncounted" ones take what their bytes take."""
     if work.forward_bytes + work.backward_bytes <= TINY * max(1, work.count):
         return Spent()
+    work = _in_fp8(work) if software.fp8 and "fp8" in device.peak_flops else work
     share = tp if work.shard != "none" or sequence else 1
     ahead, back = work.forward_count, work.count - work.forward_count
     shape = parted_shape(work, tp if share > 1 else 1)

@@ -111,8 +111,7 @@ def _label(unit: UnitProfile, kind: str, width: int) -> UnitProfile:
     if not kind:
         return unit
     work = tuple(replace(w, shard=_shard(w, kind)) for w in unit.work)
-    size = next((ELEMENT_BYTES.get(w.dtype, 4) for w in unit.work if w.kind == "matmul"), 4)
-    stream = _stream_bytes(unit, size)
+    stream = _stream_bytes(unit)
     whole = unit.saved_bytes + unit.saved_input_bytes
     if kind == "row":
         return replace(unit, work=work, tp_reduces=1, tp_reduce_bytes=stream, saved_sharded_bytes=whole)
@@ -127,9 +126,13 @@ def _label(unit: UnitProfile, kind: str, width: int) -> UnitProfile:
     return replace(unit, work=work, saved_sharded_bytes=max(0.0, whole - unit.saved_input_bytes))
 
 
-def _stream_bytes(unit: UnitProfile, size: int) -> float:
-    """Give the bytes of the stream in the dtype of products: what is handed on, or read by a product with the vocab."""
-    return unit.boundary_bytes * (size / 4 if size < 4 and unit.boundary_bytes else 1.0)
+def _stream_bytes(unit: UnitProfile) -> float:
+    """Give the bytes that the unit's all-reduce adds up: what its product gives, or the gradient of a head's input."""
+    product = next((w for w in unit.work if w.kind == "matmul" and w.forward_flops and len(w.shape) > 3), None)
+    if product is None:
+        return unit.boundary_bytes
+    number, rows, columns, depth = product.shape[:4]
+    return number * rows * (columns if unit.boundary_bytes else depth) * ELEMENT_BYTES.get(product.dtype, 4)
 
 
 def _shard(work: Work, kind: str) -> str:
