@@ -68,7 +68,7 @@ def test_a_limit_that_nothing_fits_names_every_layout() -> None:
     found = run("plan", DIGITS, "--devices", "2", "--memory", "1MiB", "--no-measure")
     assert found.exit_code == 2
     assert "no layout of 2 devices fits" in found.output
-    assert "dp=2:" in found.output and "of 1 MiB" in found.output
+    assert "dp=2:" in found.output and "of 1.00 MiB" in found.output
 
 
 def test_the_model_of_the_job_is_left_alone() -> None:

@@ -19,6 +19,7 @@ from .stage import StageCost, StageTable, UnitPrice
 from .time import Replayed, replay_stages
 
 NOTHING = CellSeconds(forward=0.0, backward=0.0, backward_input=0.0, backward_weight=0.0)
+PIECES = 1.05  # what the C library holds in pieces where a layout allocates in another order than one device; measured
 PYTHON_BYTES = 2 * 2**20  # of a rank beside pages of libraries: the program and its code; measured, torch 2.13
 CPU_RULES = MemoryRules(
     runtime_bytes=26 * 2**20,  # measured: a rank of a tiny job above a rank with everything imported, torch 2.13
@@ -86,11 +87,11 @@ def fitted_rules(profile: Profile, workload: Workload, rules: MemoryRules) -> Me
     runtime = profile.file_bytes + PYTHON_BYTES if profile.file_bytes else rules.runtime_bytes
     if profile.peak_bytes is None:
         return replace(rules, runtime_bytes=runtime, build_bytes=profile.build_bytes)
-    plain = replace(rules, margin=1.0, runtime_bytes=runtime, build_bytes=0.0, scratch_bytes=0.0)
+    plain = replace(rules, margin=PIECES, runtime_bytes=runtime, build_bytes=0.0, scratch_bytes=0.0)
     few = replace(workload, num_microbatches=profile.peak_microbatches)
     table = StageTable(profile, [UnitPrice(seconds=NOTHING)] * len(profile.units))
     (rank,) = _memory(profile, few, Layout(), cut_stages(table, ()), plain, _rows(few), profile.peak_microbatches)
-    scratch = max(0.0, profile.peak_bytes - rank.allocated)
+    scratch = max(0.0, profile.peak_bytes - rank.reserved)
     return replace(plain, scratch_bytes=scratch, build_bytes=profile.build_bytes)
 
 

@@ -229,5 +229,5 @@ def _messages(stages: Sequence[StageCost], layout: Layout, rules: MemoryRules, s
     """Give the bytes of the messages that are under way; under gpipe a sender runs ahead."""
     if layout.pp == 1:
         return 0.0
-    ahead = min(4, step.num_microbatches) / 2 if layout.schedule == "gpipe" or step.coupled else 1.0
+    ahead = min(3, step.num_microbatches) / 2 if layout.schedule == "gpipe" or step.coupled else 1.0
     return rules.message_copies * ahead * sum(s.taken_bytes + s.given_bytes for s in stages)

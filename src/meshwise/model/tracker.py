@@ -128,7 +128,8 @@ def describe_operation(func: Any, args: Any, kwargs: Any, result: Any, made: lis
     if name.startswith(("empty", "new_empty", "detach")):
         return None
     floats = [t.dtype for t in (*read, *made) if t.is_floating_point()]
-    return Operation(name, kind, dtype_name(floats[0]) if floats else "fp32", flops, float(moved), inputs, outputs, _shape(kind, read, made))
+    dtype = dtype_name(floats[0]) if floats else "fp32"
+    return Operation(name, kind, dtype, flops, float(moved), inputs, outputs, _shape(kind, read, made))
 
 
 def _kind(packet: Any, name: str, func: Any, args: Any, kwargs: Any, result: Any) -> tuple[str, float]:
