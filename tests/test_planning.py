@@ -112,11 +112,13 @@ def test_auto_takes_the_planned_layout_and_says_so(tmp_path: Path) -> None:
 
 def test_auto_chooses_the_microbatch_and_prints_the_line(tmp_path: Path) -> None:
     """With microbatch_size="auto" the run says what to write into the job to repeat it."""
-    result = mw.train(job(microbatch_size="auto"), devices=2, run=tmp_path / "run", progress=False)
+    open_job = job(microbatch_size="auto")
+    result = mw.train(open_job, devices=2, run=tmp_path / "run", progress=False)
     line = next(n for n in result.notes if "microbatch" in n)
     size = int(json.loads((tmp_path / "run" / "plan.json").read_text())["plan"]["chosen"]["microbatch_size"])
     assert str(size) in line
-    again = mw.train(job(microbatch_size=size), layout=result.layout, run=tmp_path / "again", progress=False)
+    fixed = open_job.with_fields(microbatch_size=size)
+    again = mw.train(fixed, layout=result.layout, run=tmp_path / "again", progress=False)
     assert again.loss == result.loss
 
 

@@ -50,6 +50,7 @@ def practice_of(row: Row) -> Practice:
         host=HOST * (row.dp if "dataparallel" in _all(row) else 1.0),  # one process starts the kernels of all devices
         compiled=compiled,
         tf32="tf32" in row.precision,
+        channels_last="amp" in row.precision and "v1.5" in row.model,  # NVIDIA's recipe of ResNet-50 v1.5
         fp8="fp8" in row.precision or "float8" in row.precision,
         attention=FIRST_FLASH if "composer" in name else 1.0,
     )

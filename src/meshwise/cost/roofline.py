@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from ..hardware.cluster import Cluster, Device
 from ..layout import Layout
 from .blocks import block_ranges, checkpointed
+from .casts import cast_once
 from .estimate import GPU_RULES, Pricing
 from .kernels import product_share
 from .links import collective_seconds
@@ -29,6 +30,7 @@ REACHED_BANDWIDTH = 0.85  # of the vendor's, by large elementwise kernels (Calcu
 # calibrated, on published runs of small models.
 HOST = 5.0e-5
 COMPILED_HOST = 0.2  # the share of it in a compiled graph
+VECTOR = 0.85  # of the peak, by large fp32 products without tensor cores; typical, 0.8 to 0.95
 ATTENTION = 0.6  # the share of products' rate that attention reaches where nothing is known of the device
 ATTENTION_BACKWARD = 0.85  # what its backward reaches beside its forward (FlashAttention-2: 0.63 and 0.73 of A100)
 MASKED_START, WHOLE_START = 450.0, 150.0  # queries at which half the rate is reached (FlashAttention-2, figures 4, 5)
@@ -46,13 +48,15 @@ class Software:
 
     ``host``: seconds of the host for an operation. ``compiled``: what streams is fused, and started from a compiled
     graph. ``tf32``: products of fp32 are made in tf32. ``fp8``: weights' products are made in
-    fp8, their factors cast for each. ``attention``: its speed beside that of FlashAttention-2.
+    fp8, their factors cast for each. ``channels_last``: images are held so. ``attention``: its speed beside that of
+    FlashAttention-2.
     """
 
     host: float = HOST
     compiled: bool = False
     tf32: bool = False
     fp8: bool = False
+    channels_last: bool = False
     attention: float = 1.0
 
 
@@ -84,11 +88,11 @@ def peak_of(device: Device, dtype: str, kind: str, tf32: bool = False) -> float:
 def rate_of(work: Work, shape: tuple[int, ...], device: Device, software: Software) -> float:
     """Give the FLOP/s that one kind of operation reaches forward."""
     peak = peak_of(device, work.dtype, work.kind, software.tf32)
-    reached = peak * device.reachable
+    tensor = peak > 2.5 * device.peak_flops.get("fp32", peak)
+    reached = peak * (device.reachable if tensor or device.kind == "cpu" else max(VECTOR, device.reachable))
     if work.kind == "attention":
         return peak * software.attention * _attention_share(work, shape, device)
     if work.kind == "conv":
-        tensor = peak > 2.5 * device.peak_flops.get("fp32", peak)
         area = shape[4] if len(shape) > 4 else 1
         reached *= WINOGRAD if area == 9 and not tensor else CONVOLUTION
     if not device.multiprocessors or len(shape) < 4:
@@ -98,7 +102,7 @@ def rate_of(work: Work, shape: tuple[int, ...], device: Device, software: Softwa
 
 def _turned(work: Work, device: Device, software: Software) -> bool:
     """Tell convolutions on tensor cores, whose values are turned to channels-last and back."""
-    if work.kind != "conv":
+    if work.kind != "conv" or software.channels_last:
         return False
     peak = peak_of(device, work.dtype, work.kind, software.tf32)
     return peak > 2.5 * device.peak_flops.get("fp32", peak)
@@ -268,7 +272,7 @@ def named_pricing(cluster: Cluster, software: Software = EAGER) -> Callable[[Pro
 
 def price_layout(profile: Profile, cluster: Cluster, layout: Layout, software: Software = EAGER) -> Pricing:
     """Price a layout's kind (its tp, sequence sharding and recompute) on a cluster that is not here."""
-    parted = labelled(profile)
+    parted = labelled(cast_once(profile) if cluster.device.kind == "gpu" else profile)
     prices, notes = unit_prices(parted.profile, cluster, tp=layout.tp, sequence=layout.sequence, software=software)
     shown: Sequence[str] = parted.notes if layout.tp > 1 else ()
     held = checkpointed(parted.profile) if layout.recompute else parted.profile

@@ -176,7 +176,8 @@ def too_large(memory: Sequence[RankMemory], limit: float, headroom: float = 1.0)
     rank = max(memory, key=lambda m: m.reserved)
     name, largest = max(rank.parts.items(), key=lambda item: item[1])
     where = "every rank" if len(over) == len(memory) else f"stage {', '.join(map(str, over))}"
-    kind = {"optimizer": "optimizer state is", "workspace": "workspace is", "runtime": "the runtime is"}.get(name, f"{name} are")
+    singular = {"optimizer": "optimizer state is", "workspace": "workspace is", "runtime": "the runtime is"}
+    kind = singular.get(name, f"{name} are")
     more = f" (and {headroom - 1:.0%} to be safe)" if rank.reserved <= limit else ""
     return (
         f"{format_bytes(rank.reserved)}{more} of {format_bytes(limit)} on {where}; {kind} {format_bytes(largest)} of it"
