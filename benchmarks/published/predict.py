@@ -246,4 +246,4 @@ def _variants(text: str) -> list[str]:
     found = [" ".join(words[:k]) for k in range(len(words), 0, -1)]
     chip = next((w for w in words if re.fullmatch(r"[a-z]{1,2}\d{2,4}[a-z]?", w)), "")
     size = next((w for w in words if re.fullmatch(r"\d+gb", w)), "")
-    return [*found, f"{chip}-{size}", chip]
+    return [f"{chip}-{size}", *found, chip]

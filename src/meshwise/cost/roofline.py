@@ -21,7 +21,7 @@ from .estimate import GPU_RULES, Pricing
 from .kernels import product_share
 from .links import collective_seconds
 from .profile import CellSeconds, Profile, UnitProfile, Work
-from .sharding import labelled
+from .sharding import Labelled, labelled
 from .stage import StageTable, UnitPrice
 
 REACHED_BANDWIDTH = 0.85  # of the vendor's, by large elementwise kernels (Calculon's table: 0.75 at 10 MB, 0.90 at 100)
@@ -258,13 +258,15 @@ def uncounted_notes(profile: Profile) -> tuple[str, ...]:
 def named_pricing(cluster: Cluster, software: Software = EAGER) -> Callable[[Profile, Layout], Pricing]:
     """Give the function that prices layouts on a cluster; what it has found for a profile and a tp it keeps."""
     known: dict[tuple[int, int, bool, bool], Pricing] = {}
-    kept: list[Profile] = []  # so that no id is used twice
+    parted: dict[int, tuple[Profile, Labelled, Profile]] = {}  # the profile too, so that no id is used twice
 
     def price(profile: Profile, layout: Layout) -> Pricing:
         key = (id(profile), layout.tp, layout.sequence, layout.recompute)
         if key not in known:
-            kept.append(profile)
-            known[key] = price_layout(profile, cluster, layout, software)
+            if id(profile) not in parted:
+                own = _prepared(profile, cluster)
+                parted[id(profile)] = (profile, own, checkpointed(own.profile))
+            known[key] = _priced(*parted[id(profile)][1:], cluster, layout, software)
         return known[key]
 
     return price
@@ -272,10 +274,18 @@ def named_pricing(cluster: Cluster, software: Software = EAGER) -> Callable[[Pro
 
 def price_layout(profile: Profile, cluster: Cluster, layout: Layout, software: Software = EAGER) -> Pricing:
     """Price a layout's kind (its tp, sequence sharding and recompute) on a cluster that is not here."""
-    parted = labelled(cast_once(profile) if cluster.device.kind == "gpu" else profile)
+    own = _prepared(profile, cluster)
+    return _priced(own, checkpointed(own.profile) if layout.recompute else own.profile, cluster, layout, software)
+
+
+def _prepared(profile: Profile, cluster: Cluster) -> Labelled:
+    return labelled(cast_once(profile) if cluster.device.kind == "gpu" else profile)
+
+
+def _priced(parted: Labelled, again: Profile, cluster: Cluster, layout: Layout, software: Software) -> Pricing:
     prices, notes = unit_prices(parted.profile, cluster, tp=layout.tp, sequence=layout.sequence, software=software)
     shown: Sequence[str] = parted.notes if layout.tp > 1 else ()
-    held = checkpointed(parted.profile) if layout.recompute else parted.profile
+    held = again if layout.recompute else parted.profile
     table = StageTable(held, prices, tp=layout.tp, sequence=layout.sequence)
     rules = replace(GPU_RULES, keeps_partial_sums=False, blockwise=True)
     if cluster.device.kind == "cpu":
