@@ -6,11 +6,10 @@ import dataclasses
 from pathlib import Path
 
 import pytest
-
 from benchmarks.published.__main__ import main
 from benchmarks.published.counting import Unknown
-from benchmarks.published.predict import device_name, layout_of, predict
 from benchmarks.published.practice import practice_of
+from benchmarks.published.predict import device_name, layout_of, predict
 from benchmarks.published.rows import Row, read_rows
 from benchmarks.published.score import compare, model_flops, rank_correlation
 

@@ -6,9 +6,9 @@ import dataclasses
 
 import pytest
 import torch
-
 from benchmarks.published.counting import counted, deepened
 from benchmarks.published.language import Sizes
+
 from meshwise.cost.casts import cast_once
 from meshwise.cost.kernels import product_share
 from meshwise.cost.profile import ParameterProfile, Profile, UnitProfile, Work
@@ -61,7 +61,7 @@ def test_operations_nothing_is_known_about_are_told() -> None:
 
 @pytest.mark.parametrize("sizes", [SMALL, GATED, PLAIN], ids=["fused", "gated", "plain"])
 def test_a_transformer_is_parted_by_column_and_row(sizes: Sizes) -> None:
-    """Queries, keys and values, and what widens, by column; what leads back into the stream by row; two sums a layer."""
+    """What leaves the stream is parted by column, what leads back into it by row, with one sum each."""
     profile = counted(sizes, True)[0]
     width = stream_width(profile)
     kinds = dict(zip((u.name for u in profile.units), unit_kinds(profile, width or 0), strict=True))

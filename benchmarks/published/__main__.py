@@ -98,11 +98,10 @@ def print_rows(compared: Sequence[Compared]) -> None:
         parts = " ".join(f"{k}={v / c.prediction.seconds:.0%}" for k, v in e.time_parts.items() if v > 0.02 * e.seconds)
         memory = f"{c.prediction.num_bytes / 1e9:6.1f} of {r.memory / 1e9:6.1f} GB" if r.memory else ""
         error = "" if c.time_error is None else f"{c.time_error:+.0%}"
-        print(
-            f"  {r.model[:22]:22} {r.gpu[:14]:14} {r.gpus:4} tp{r.tp} pp{r.pp} dp{r.dp} mb{r.micro_batch:g} b{r.global_batch} "
-            f"s{r.seq} {r.act_ckpt[:9]:9} {r.precision[:8]:8} {c.prediction.seconds:8.4f} of {c.measured or 0:8.4f} {error:>6} "
-            f"{memory} {parts}"
-        )
+        layout = f"tp{r.tp} pp{r.pp} dp{r.dp} mb{r.micro_batch:g} b{r.global_batch} s{r.seq}"
+        how = f"{r.act_ckpt[:9]:9} {r.precision[:8]:8}"
+        seconds = f"{c.prediction.seconds:8.4f} of {c.measured or 0:8.4f} {error:>6}"
+        print(f"  {r.model[:22]:22} {r.gpu[:14]:14} {r.gpus:4} {layout} {how} {seconds} {memory} {parts}")
 
 
 if __name__ == "__main__":

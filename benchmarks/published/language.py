@@ -76,7 +76,6 @@ class Attention(nn.Module):
         weights = drop(weights.to(q.dtype), self.sizes.dropout)
         return torch.bmm(weights, flat[2]).view(batch, heads, length, size)
 
-
     def _masked(self, scores: Tensor) -> Tensor:
         length = scores.shape[-1]
         mask = torch.ones(length, length, dtype=torch.bool, device=scores.device)

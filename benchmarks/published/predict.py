@@ -219,10 +219,18 @@ def _cluster(name: str, nodes: int, inside: int, network: float | None) -> Clust
     return replace(cluster, levels=(cluster.levels[0], Level(size=nodes, link=link)))
 
 
+NETWORKS = (  # how sources write bandwidth, and whether all devices of a node share it
+    (r"(\d+) gb/s rdma per gpu", False),
+    (r"(\d+) gb/s per gpu", False),
+    (r"8x(\d+)gb/s", False),
+    (r"(\d+) gb/s (?:\w+ )?per node", True),
+    (r"(\d+) gb/s between nodes", True),
+)
+
+
 def _network(text: str, per_node: int) -> float | None:
     """Read "400 Gb/s per node" and the like as bytes a second of one device."""
-    for pattern, shared in ((r"(\d+) gb/s rdma per gpu", False), (r"(\d+) gb/s per gpu", False), (r"8x(\d+)gb/s", False),
-                            (r"(\d+) gb/s (?:\w+ )?per node", True), (r"(\d+) gb/s between nodes", True)):  # fmt: skip
+    for pattern, shared in NETWORKS:
         found = re.search(pattern, text)
         if found:
             return float(found.group(1)) * 1e9 / 8 / (per_node if shared else 1)

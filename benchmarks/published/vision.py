@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import torch
@@ -57,7 +58,7 @@ def vision_model(image: Image) -> nn.Module:
 
 def _dense(*widths: int) -> nn.Sequential:
     layers: list[nn.Module] = [nn.Flatten()]
-    for inside, outside in zip(widths, widths[1:], strict=False):
+    for inside, outside in itertools.pairwise(widths):
         layers += [nn.Linear(inside, outside), nn.ReLU(inplace=True)]
     return nn.Sequential(*layers[:-1])
 
@@ -205,7 +206,7 @@ def _stack(inside: int, middle: int, outside: int, count: int) -> nn.Sequential:
     """Make ``count`` convolutions, each with dropout, BatchNorm and a leaky ReLU."""
     widths = [inside, *[middle] * (count - 1), outside]
     layers: list[nn.Module] = []
-    for a, b in zip(widths, widths[1:], strict=False):
+    for a, b in itertools.pairwise(widths):
         layers += [nn.Conv2d(a, b, 3, padding=1), nn.Dropout2d(0.1), nn.BatchNorm2d(b), nn.LeakyReLU(inplace=True)]
     return nn.Sequential(*layers)
 

@@ -1,4 +1,4 @@
-"""Casts of weights under mixed precision: once a step on GPUs that are not here, where counting sees one a microbatch."""
+"""Casts of weights under mixed precision: once a step on GPUs that are not here; counting sees one a microbatch."""
 
 from __future__ import annotations
 

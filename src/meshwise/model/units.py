@@ -42,9 +42,7 @@ class Liveness:
     last_use: dict[int, int]
     legal: tuple[bool, ...]
     reasons: dict[int, str]
-    row_reasons: dict[
-        int, str
-    ]  # as ``reasons``, for a coupled row: a changed buffer does not stand in its way
+    row_reasons: dict[int, str]  # as ``reasons``, for a coupled row: a changed buffer does not stand in its way
     alive: tuple[tuple[int, ...], ...]
     derives: bool
 
@@ -119,17 +117,22 @@ def _uses(graph: Graph, ref: Ref) -> list[int]:
 def _spans(graph: Graph, last_use: dict[int, int]) -> list[tuple[int, int, str, bool]]:
     """List (low, high, why, whether it is only for a buffer): no cut after ``low`` up to ``high``."""
     spans: list[tuple[int, int, str, bool]] = []
+    by_storage: dict[int, list[int]] = {}
+    for v, info in graph.values.items():
+        by_storage.setdefault(info.storage, []).append(v)
     for i, node in enumerate(graph.nodes):
         for ref in node.mutates:
             of_buffer = isinstance(ref, Buffer)
-            spans.extend((*span, of_buffer) for span in _mutation_spans(graph, last_use, i, ref))
+            spans.extend((*span, of_buffer) for span in _mutation_spans(graph, last_use, by_storage, i, ref))
         spans.extend((*span, False) for span in _inner_gradient_spans(graph, i, node))
     spans.extend((*span, True) for span in _buffer_spans(graph))
     spans.extend((*span, False) for span in _opaque_spans(graph))
     return spans
 
 
-def _mutation_spans(graph: Graph, last_use: dict[int, int], i: int, ref: Ref) -> list[tuple[int, int, str]]:
+def _mutation_spans(
+    graph: Graph, last_use: dict[int, int], by_storage: dict[int, list[int]], i: int, ref: Ref
+) -> list[tuple[int, int, str]]:
     if isinstance(ref, (Input, Buffer, Constant, Attribute)):
         uses = _uses(graph, ref)
         why = "a tensor changed in place that other calls use"
@@ -137,7 +140,7 @@ def _mutation_spans(graph: Graph, last_use: dict[int, int], i: int, ref: Ref) ->
     if not isinstance(ref, Value):
         return []
     storage = graph.values[ref.index].storage
-    aliases = [v for v, info in graph.values.items() if info.storage == storage and storage != -1]
+    aliases = by_storage.get(storage, []) if storage != -1 else []
     later = [v for v in aliases if last_use.get(v, -1) > i or v == ref.index]
     if len(later) < 2:
         return []
@@ -163,12 +166,12 @@ def _buffer_spans(graph: Graph) -> list[tuple[int, int, str]]:
     changed = {r for n in graph.nodes for r in n.mutates if isinstance(r, Buffer)}
     changed |= {Buffer(name) for name in graph.rebinds}
     changed |= {b for n in graph.nodes if n.row for b in (n.row.running_mean, n.row.running_var) if b}
-    spans = []
-    for buffer in changed:
-        uses = [i for i, n in enumerate(graph.nodes) if buffer in (*n.refs(), *_opaque_buffers(graph, n))]
-        if uses:
-            spans.append((uses[0], uses[-1], f"buffer {buffer.name!r}, which the forward changes"))
-    return spans
+    uses: dict[Buffer, tuple[int, int]] = {}  # first and last
+    for i, n in enumerate(graph.nodes):
+        for ref in (*n.refs(), *_opaque_buffers(graph, n)):
+            if isinstance(ref, Buffer) and ref in changed:
+                uses[ref] = (uses.get(ref, (i, i))[0], i)
+    return [(*span, f"buffer {buffer.name!r}, which the forward changes") for buffer, span in uses.items()]
 
 
 def _opaque_buffers(graph: Graph, node: Node) -> list[Ref]:
@@ -181,9 +184,7 @@ def _opaque_spans(graph: Graph) -> list[tuple[int, int, str]]:
     for name in inner:
         uses = [i for i, n in enumerate(graph.nodes) if name in node_params(graph, n)]
         if len(uses) > 1:
-            spans.append(
-                (uses[0], uses[-1], f"parameter {name!r}, shared with a module that runs as a whole")
-            )
+            spans.append((uses[0], uses[-1], f"parameter {name!r}, shared with a module that runs as a whole"))
     return spans
 
 
