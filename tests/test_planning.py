@@ -53,8 +53,10 @@ def job(**fields: object) -> mw.Job:
 # ---- plan --------------------------------------------------------------------------------------------------
 
 
-def test_a_plan_for_two_devices_runs_the_best_and_says_why(tmp_path: Path) -> None:
+def test_a_plan_for_two_devices_runs_the_best_and_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The command prints advice, what it measured, and writes all of it as JSON."""
+    monkeypatch.setattr("meshwise.planning.NUM_MEASURED", 2)
+    monkeypatch.setattr("meshwise.planning.SLOW_STEP", 0.0)  # fewer turns
     found = run("plan", DIGITS, "--devices", "2", "--json", tmp_path / "plan.json")
     assert found.exit_code == 0, found.output
     assert "Take " in found.output and "How sure:" in found.output and "a step measured" in found.output

@@ -24,6 +24,7 @@ PYTHON_BYTES = 2 * 2**20  # of a rank beside pages of libraries: the program and
 CPU_RULES = MemoryRules(
     runtime_bytes=26 * 2**20,  # measured: a rank of a tiny job above a rank with everything imported, torch 2.13
     split_bytes=31 * 2**20,  # measured: torch imports its symbolic shapes where a backward is parted
+    mesh_bytes=3 * 2**20,  # measured: pages of libraries and objects that shared memory and messages need
     margin=1.25,  # where no whole step was measured: kernels' own memory and the C library's pieces, 2 to 60 percent
     shares_host=True,
     message_copies=4.0,  # measured: two under way each way, 1f1b

@@ -22,7 +22,8 @@ class MemoryRules:
     """State what a runtime adds to the tensors of a job.
 
     ``runtime_bytes``: a rank before it holds any tensor of the model (pages of libraries, the program);
-    ``split_bytes``: more of it on ranks that part a backward in two (zero-bubble). ``build_bytes``: what building the
+    ``split_bytes``: more of it on ranks that part a backward in two (zero-bubble); ``mesh_bytes``: on every rank where
+    there are several. ``build_bytes``: what building the
     whole model and looking into it leaves in the allocator: ranks hold that much even if their stage needs less.
     ``scratch_bytes``: what kernels use for themselves and what the allocator keeps in pieces; ``margin``: by how much
     it holds more than is alive. ``shares_host``: replicas of a host share parameters and gradients in memory (each
@@ -33,6 +34,7 @@ class MemoryRules:
 
     runtime_bytes: float = 0.0
     split_bytes: float = 0.0
+    mesh_bytes: float = 0.0
     build_bytes: float = 0.0
     scratch_bytes: float = 0.0
     margin: float = 1.0
@@ -208,7 +210,7 @@ def rank_memory(
         "activations": cells.held,
         "workspace": cells.extra + messages,
         "buffers": step.buffers + step.batch * max(1, cells.live),
-        "runtime": rules.runtime_bytes + split,
+        "runtime": rules.runtime_bytes + split + (rules.mesh_bytes if layout.num_devices > 1 else 0.0),
     }
     inside = sum(parts.values()) - parts["runtime"] - outside
     reserved = parts["runtime"] + outside + max(rules.build_bytes, rules.margin * inside + rules.scratch_bytes)
