@@ -6,10 +6,11 @@ import dataclasses
 
 import pytest
 import torch
-from benchmarks.published.counting import counted, deepened
+from benchmarks.published.counting import counted
 from benchmarks.published.language import Sizes
 
 from meshwise.cost.casts import cast_once
+from meshwise.cost.deepen import deepened
 from meshwise.cost.kernels import product_share
 from meshwise.cost.profile import ParameterProfile, Profile, UnitProfile, Work
 from meshwise.cost.roofline import HOST, Software, price_layout, unit_prices, work_seconds
@@ -114,7 +115,7 @@ def test_a_deeper_model_is_like_one_that_was_counted_whole() -> None:
         from benchmarks.published.language import Language
 
         whole = sum(p.numel() for p in Language(dataclasses.replace(SMALL, layers=5)).parameters())
-    assert many == deepened(few, 5) and sum(p.num_elements for p in many.parameters.values()) == whole
+    assert many == deepened(few, "layers", 5) and sum(p.num_elements for p in many.parameters.values()) == whole
 
 
 def test_weights_are_cast_once_a_step() -> None:

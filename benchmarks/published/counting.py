@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import meshwise as mw
-from meshwise.cost.profile import Profile, UnitProfile
+from meshwise.cost.deepen import deepened
+from meshwise.cost.profile import Profile
 from meshwise.cost.scaling import at_microbatch
 from meshwise.runtime.counted import count_sizes
 
@@ -35,7 +36,7 @@ def counted(sizes: Sizes | Image, half: bool) -> tuple[Profile, Profile]:
     """Count one model at two sizes."""
     if isinstance(sizes, Sizes) and sizes.layers > FEW_LAYERS:
         few = counted(replace(sizes, layers=FEW_LAYERS), half)
-        return deepened(few[0], sizes.layers), deepened(few[1], sizes.layers)
+        return deepened(few[0], "layers", sizes.layers), deepened(few[1], "layers", sizes.layers)
     with torch.device("meta"):
         model = build(sizes)
         model = model.to(torch.float16) if half else model
@@ -44,29 +45,6 @@ def counted(sizes: Sizes | Image, half: bool) -> tuple[Profile, Profile]:
     job = mw.Job(model=model, loss=loss, optimizer=_sgd, train_data=_Nothing(), batch_size=1, batch_norm="microbatch")
     one, two = count_sizes(job, model, batches)
     return one, two
-
-
-def deepened(profile: Profile, layers: int) -> Profile:
-    """Give the profile of a model with more layers, all like the middle one of those that were counted."""
-    middle = f"layers.{FEW_LAYERS // 2}."
-    units, parameters = [], dict(profile.parameters)
-    for unit in profile.units:
-        number = re.match(r"layers\.(\d+)\.", unit.name)
-        if number is None:
-            units.append(unit)
-        elif int(number[1]) == 0 and not any(u.name.startswith("layers.") for u in units):
-            inside = [u for u in profile.units if u.name.startswith(middle)]
-            units += [_renamed(u, middle, f"layers.{k}.") for k in range(layers) for u in inside]
-    for name, p in profile.parameters.items():
-        if name.startswith(middle):
-            for k in range(layers):
-                new = name.replace(middle, f"layers.{k}.")
-                parameters[new] = replace(p, name=new)
-    return replace(profile, units=tuple(units), parameters=parameters)
-
-
-def _renamed(unit: UnitProfile, old: str, new: str) -> UnitProfile:
-    return replace(unit, name=unit.name.replace(old, new), params=tuple(p.replace(old, new) for p in unit.params))
 
 
 def _sgd(parameters: Any) -> torch.optim.Optimizer:

@@ -50,6 +50,7 @@ def practice_of(row: Row) -> Practice:
         host=HOST * (row.dp if "dataparallel" in _all(row) else 1.0),  # one process starts the kernels of all devices
         compiled=compiled,
         tf32="tf32" in row.precision,
+        overlaps_tensor="tp-comm-overlap" in row.notes or "asynctp" in row.notes,
         channels_last="amp" in row.precision and "v1.5" in row.model,  # NVIDIA's recipe of ResNet-50 v1.5
         fp8="fp8" in row.precision or "float8" in row.precision,
         attention=FIRST_FLASH if "composer" in name else 1.0,
@@ -62,7 +63,7 @@ def practice_of(row: Row) -> Practice:
         fixed=_fixed(row),
         margin=1.0 if "allocated" in row.memory_kind else 1.05,
         again=_again(row),
-        told=4.0 if "fp32 allreduce" in row.precision or "megatron-core" in name or not half else 2.0,
+        told=_told(row, half),
         overlaps="deepspeed" not in name,
         zero=_zero(row),
     )
@@ -75,7 +76,7 @@ def _all(row: Row) -> str:
 def _zero(row: Row) -> int:
     if row.zero or "shard" in row.fsdp or "fsdp" in row.fsdp or "fsdp" in row.framework:
         return row.zero or 3
-    return 0
+    return 1 if "param-gather" in row.notes else 0
 
 
 def _again(row: Row) -> float:
@@ -104,6 +105,13 @@ def _state(row: Row, half: bool) -> State:
     if "megatron" in name:
         return State(weights=2, gradients=4, optimizer=12)
     return State(weights=2, gradients=2, optimizer=12)
+
+
+def _told(row: Row, half: bool) -> float:
+    """Give the bytes of an exchanged gradient; Megatron-Core scatters fp32 ones and gathers 16-bit weights: 3 and 3."""
+    if "megatron-core" in row.framework:
+        return 3.0
+    return 4.0 if "fp32 allreduce" in row.precision or not half else 2.0
 
 
 def _fixed(row: Row) -> float:

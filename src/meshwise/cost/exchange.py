@@ -48,11 +48,11 @@ def exchange_of(cluster: Cluster, layout: Layout, stages: Sequence[StageCost], n
         gather = collective_seconds(cluster, "all-gather", parameters, size=layout.dp, stride=stride)
     last = reduce * min(1.0, FIRST_BUCKET / num_bytes) if num_bytes else 0.0
     forward = sum(s.seconds.forward + s.tensor_forward for s in stages)
-    seconds = _beside(cluster, reduce, backward, least=last) + _beside(cluster, gather, forward)
+    seconds = beside(cluster, reduce, backward, least=last) + beside(cluster, gather, forward)
     return Exchange(total=reduce + gather, seconds=seconds)
 
 
-def _beside(cluster: Cluster, told: float, computing: float, least: float = 0.0) -> float:
+def beside(cluster: Cluster, told: float, computing: float, least: float = 0.0) -> float:
     """Give what communication beside computing adds: what is not hidden, and by how much it slows computing down.
 
     Of the time for which both run, ``overlap_slowdown`` says how much longer computing takes.
@@ -81,8 +81,8 @@ def _gathered(
     gather = collective_seconds(cluster, "all-gather", parameters, size=layout.dp, stride=stride)
     forward = sum(s.seconds.forward + s.tensor_forward for s in stages)
     backward = sum(s.seconds.backward + s.tensor_backward for s in stages) + (forward if layout.recompute else 0.0)
-    exposed = _beside(cluster, gather, forward, least=gather / units)
-    exposed += _beside(cluster, gather + reduce, backward, least=reduce / units)
+    exposed = beside(cluster, gather, forward, least=gather / units)
+    exposed += beside(cluster, gather + reduce, backward, least=reduce / units)
     total = num_microbatches * (2 * gather + reduce)
     return Exchange(total=total, seconds=num_microbatches * exposed)
 

@@ -18,6 +18,7 @@ from ..layout import Layout
 from .blocks import block_ranges, checkpointed
 from .casts import cast_once
 from .estimate import GPU_RULES, Pricing
+from .exchange import beside
 from .kernels import product_share
 from .links import collective_seconds
 from .profile import CellSeconds, Profile, UnitProfile, Work
@@ -48,7 +49,8 @@ class Software:
 
     ``host``: seconds of the host for an operation. ``compiled``: what streams is fused, and started from a compiled
     graph. ``tf32``: products of fp32 are made in tf32. ``fp8``: weights' products are made in
-    fp8, their factors cast for each. ``channels_last``: images are held so. ``attention``: its speed beside that of
+    fp8, their factors cast for each. ``channels_last``: images are held so. ``overlaps_tensor``: tp's
+    collectives go in pieces beside products. ``attention``: its speed beside that of
     FlashAttention-2.
     """
 
@@ -57,6 +59,7 @@ class Software:
     tf32: bool = False
     fp8: bool = False
     channels_last: bool = False
+    overlaps_tensor: bool = False
     attention: float = 1.0
 
 
@@ -197,10 +200,12 @@ def unit_prices(
     prices: list[UnitPrice] = []
     for first, last in block_ranges(profile):
         seconds = _in_block(spent[first:last])
-        told = [_told(u, cluster, tp) for u in profile.units[first:last]]
-        prices += [
-            UnitPrice(seconds=s, tensor_forward=t, tensor_backward=t) for s, t in zip(seconds, told, strict=True)
-        ]
+        for unit, cell in zip(profile.units[first:last], seconds, strict=True):
+            told = _told(unit, cluster, tp)
+            ahead, back = told, told
+            if told and software.overlaps_tensor:
+                ahead, back = (_shown(told, tp, s, cluster) for s in (cell.forward, cell.backward))
+            prices.append(UnitPrice(seconds=cell, tensor_forward=ahead, tensor_backward=back))
     return prices, uncounted_notes(profile)
 
 
@@ -245,6 +250,11 @@ def _told(unit: UnitProfile, cluster: Cluster, tp: int) -> float:
     if tp == 1 or not unit.tp_reduces:
         return 0.0
     return unit.tp_reduces * collective_seconds(cluster, "all-reduce", unit.tp_reduce_bytes, size=tp)
+
+
+def _shown(told: float, tp: int, computing: float, cluster: Cluster) -> float:
+    """Give what a collective adds that goes in ``tp`` pieces beside the pieces of its product: the first one shows."""
+    return beside(cluster, told, computing, least=told / tp)
 
 
 def uncounted_notes(profile: Profile) -> tuple[str, ...]:

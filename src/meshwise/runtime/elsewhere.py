@@ -19,6 +19,7 @@ from ..job import Job
 from ..tree import map_leaves
 from .build import build_model, lazy_names, seed_everything, settle_lazy
 from .counted import count_sizes
+from .shallow import count_shallow
 
 
 def profiles_elsewhere(job: Job, sizes: Sequence[int]) -> list[Profile]:
@@ -41,9 +42,11 @@ def collection_paused() -> Iterator[None]:
 
 def _profiles(job: Job, sizes: Sequence[int]) -> list[Profile]:
     model = build_on_meta(job)
+    batches = [samples(job, size) for size in (sizes if len(sizes) <= 2 else (1, 2))]
+    counted = count_shallow(job, model, batches) or count_sizes(job, model, batches)
     if len(sizes) <= 2:
-        return count_sizes(job, model, [samples(job, size) for size in sizes])
-    one, two = count_sizes(job, model, [samples(job, size) for size in (1, 2)])
+        return counted
+    one, two = counted
     return [one if s == 1 else two if s == 2 else at_microbatch(one, two, s) for s in sizes]
 
 
