@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from .session import Session
 
 Span = tuple[Action | None, float, float]  # None: bringing data; seconds of one clock that all ranks of a host share
-WARM_STEPS = 2
+WARM_STEPS = 4  # first steps take fresh memory and choose kernels
 
 
 @dataclass(frozen=True, kw_only=True)
