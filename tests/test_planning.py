@@ -218,3 +218,10 @@ def test_counting_takes_no_memory_and_leaves_the_model_as_it_is() -> None:
     held = dict(model.named_parameters())
     count_model(job(model=model), model, (torch.randn(4, 32), torch.randint(0, 4, (4,))))
     assert all(model.get_parameter(n) is p for n, p in held.items())
+
+
+def test_a_job_that_would_diverge_is_timed_all_the_same() -> None:
+    """Timing repeats parts of one batch at a learning rate of zero, so that no loss runs away."""
+    wild = job(optimizer=lambda p: torch.optim.SGD(p, lr=1e6))
+    found = survey(wild, devices=2, seconds=0.1)
+    assert found.profile.update_seconds > 0

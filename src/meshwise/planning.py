@@ -213,7 +213,7 @@ def profile_here(
 
     return [
         time_job(
-            with_own_model(job).with_fields(microbatch_size=size),
+            with_own_model(job).with_fields(microbatch_size=size, on_nonfinite="skip"),
             device,
             ranks=ranks,
             fits=lambda profile: fits_alone(job, profile, limit),

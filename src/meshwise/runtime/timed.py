@@ -182,6 +182,9 @@ class StepTimer:
 
     def __init__(self, worker: Worker, batch: StepBatch) -> None:
         self.worker, self.batch = worker, batch
+        for group in worker.engine.optimizer.param_groups if worker.engine.optimizer is not None else ():
+            if isinstance(group.get("lr"), float):  # the same few samples again and again would run away
+                group["lr"] = 0.0
         few = 2 if worker.staged.coupled else 1
         self.counts = (min(few, len(batch.sizes)), min(few + 1, len(batch.sizes)))
 
