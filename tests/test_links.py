@@ -58,7 +58,7 @@ def test_between_nodes_only_a_share_of_the_bytes_is_sent() -> None:
 
 
 def test_a_message_takes_the_link_of_the_level_that_holds_both() -> None:
-    assert message_seconds(MANY, MIB, distance=1) < message_seconds(MANY, MIB, distance=8)
+    assert message_seconds(MANY, MIB, 6, 7) < message_seconds(MANY, MIB, 7, 8)
 
 
 def test_more_bytes_never_take_less() -> None:

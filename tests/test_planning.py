@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from typer.testing import CliRunner, Result
 import meshwise as mw
 from meshwise.cli import app
 from meshwise.errors import JobError, LayoutError
+from meshwise.launch.local import run_ranks
 from meshwise.layout import Layout
 from meshwise.planning import survey
 from meshwise.runtime.counted import count_model
@@ -124,8 +126,31 @@ def test_auto_chooses_the_microbatch_and_prints_the_line(tmp_path: Path) -> None
     assert again.loss == result.loss
 
 
-def test_auto_is_settled_by_training_and_nowhere_else() -> None:
-    """A session cannot choose a microbatch size by itself, and says who can."""
+def settled_among_ranks(context: Any, asked: mw.Job, layout: str) -> tuple[str, Any, list[str]]:
+    with mw.Session(asked, layout, device=context.device) as session:
+        session.step(next(iter(session.batches())))
+        return str(session.layout), session.job.microbatch_size, session.notes
+
+
+@pytest.mark.parametrize("layout", ["auto", "dp=2"])
+def test_ranks_that_run_already_settle_it_together(layout: str) -> None:
+    """Under torchrun all ranks take the same layout and microbatch size, and say how to repeat the run."""
+    asked = job(microbatch_size="auto")
+    one, two = run_ranks(lambda c: settled_among_ranks(c, asked, layout), 2)
+    assert one == two and isinstance(one[1], int)
+    assert layout in ("auto", one[0])
+    assert any(f"microbatch_size={one[1]}" in note for note in one[2])
+
+
+def test_layouts_that_the_jobs_own_cuts_do_not_make_are_not_planned() -> None:
+    """One named cut makes two stages, so four stages are rejected with that reason."""
+    made = mw.plan(job(cuts=["2"]), devices=2, measure=False)
+    assert all(c.layout.num_stages in (1, 2) for c in (made.chosen, *made.others))
+    assert all(c.cuts == (1,) for c in (made.chosen, *made.others) if c.layout.pp == 2)
+
+
+def test_a_session_alone_does_not_settle_it() -> None:
+    """One device has nobody to plan for: the session says who can choose."""
     with pytest.raises(JobError, match="settled by meshwise.train"):
         mw.Session(job(microbatch_size="auto"), layout="dp=1")
 

@@ -23,6 +23,9 @@ from meshwise.session import Session
 # ---- B089 ------------------------------------------------------------------------------------------------
 
 
+CUTS = (2,)  # the same for what is run and what is predicted
+
+
 def three_linears() -> nn.Module:
     return nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 256), nn.Linear(256, 256))
 
@@ -42,7 +45,7 @@ def linear_job() -> mw.Job:
 def held_bytes(context: Any, layout: str) -> dict[str, int]:
     """Run two steps on one rank, and count the bytes of what it keeps by itself."""
     job = linear_job()
-    with Session(job, layout, device=context.device) as session:
+    with Session(job, layout, device=context.device, cuts=CUTS if layout == "pp=2" else None) as session:
         batches = iter(session.batches())
         for _ in range(2):
             session.step(next(batches))
@@ -61,7 +64,7 @@ def predicted(layout: Layout) -> Any:
     profile = profiles_elsewhere(job, (16,))[0]
     table = StageTable(profile, [UnitPrice(seconds=NOTHING)] * len(profile.units), tp=layout.tp)
     workload = Workload(batch_size=64, num_microbatches=4)
-    cuts = (2,) if layout.pp == 2 else ()
+    cuts = CUTS if layout.pp == 2 else ()
     rules = replace(CPU_RULES, shares_host=layout.zero == 0)
     return memory_of(profile, workload, layout, cut_stages(table, cuts), rules)
 

@@ -7,15 +7,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from .cost.estimate import estimate, timeline_of
-from .cost.profile import Profile
+from .cost.estimate import timeline_of
 from .errors import LayoutError
+from .events import Tell, silent
 from .hardware.limits import MemoryLimit
 from .job import Job
 from .layout import Layout
 from .planner.advice import parameter_shares
 from .planner.search import Found, Task, consider, name_stages, search
-from .planning import Survey, Tell, _quiet, nothing_fits, size_for, survey
+from .planning import HERE, Survey, nothing_fits, size_for, survey
 from .plans import Candidate, Rejection
 from .quantities import format_bytes, format_count, format_seconds
 from .report.comparison import Comparison, LayoutResult, MemoryBar, ScalingPoint, UnitShare
@@ -40,7 +40,7 @@ def compare(
     seconds: float = 1.0,
     turns: int = 3,
     threads: int = 1,
-    tell: Tell = _quiet,
+    tell: Tell = silent,
 ) -> Comparison:
     """Run the sensible layouts on ``devices`` of this machine (or ``layouts``) for a few steps each, in turns.
 
@@ -63,7 +63,6 @@ def compare(
 
 def _chosen(task: Task, found: Found, asked: Sequence[Layout]) -> tuple[list[Candidate], list[Rejection]]:
     """Give the layouts to run: those asked for, or one device and the best of each kind and schedule."""
-    profile, workload = task.profiles[0], task.workloads[0]
     rejected = list(found.rejected)
     wanted = list(asked)
     if not wanted:
@@ -72,9 +71,7 @@ def _chosen(task: Task, found: Found, asked: Sequence[Layout]) -> tuple[list[Can
             kinds.setdefault((c.layout.dp, c.layout.pp, c.layout.schedule if c.layout.pp > 1 else ""), c)
         wanted = [Layout(), *(c.layout for c in kinds.values())][:MOST_LAYOUTS]
     candidates = []
-    size = found.candidates[0].microbatch_size if found.candidates else profile.microbatch_size
-    at = next((k for k, p in enumerate(task.profiles) if p.microbatch_size == size), 0)
-    profile, workload = task.profiles[at], task.workloads[at]
+    profile, workload = task.inputs(found.candidates[0].microbatch_size if found.candidates else None)
     for layout in dict.fromkeys(wanted):
         layout.check_runnable()
         tried = consider(task, profile, workload, layout)
@@ -87,7 +84,7 @@ def _chosen(task: Task, found: Found, asked: Sequence[Layout]) -> tuple[list[Can
 
 def _result(surveyed: Survey, entry: _Entry) -> LayoutResult:
     task, candidate, trial = surveyed.task, entry.candidate, entry.trial
-    profile, workload = _inputs(task, candidate)
+    profile, workload = task.inputs(candidate.microbatch_size)
     layout, predicted = candidate.layout, candidate.estimate
     timeline = timeline_of(profile, task.cluster, workload, layout, candidate.cuts, task.price(profile, layout))
     peaks: list[float | None] = list(trial.peaks) or [None] * layout.num_devices
@@ -108,11 +105,6 @@ def _result(surveyed: Survey, entry: _Entry) -> LayoutResult:
         predicted_timeline=predicted_bars(timeline, predicted, layout),
         error=trial.error,
     )
-
-
-def _inputs(task: Task, candidate: Candidate) -> tuple[Profile, Any]:
-    pairs = list(zip(task.profiles, task.workloads, strict=True))
-    return next((pw for pw in pairs if pw[0].microbatch_size == candidate.microbatch_size), pairs[0])
 
 
 def _comparison(
@@ -179,8 +171,6 @@ def _scaling(task: Task, ran: Sequence[LayoutResult]) -> list[ScalingPoint]:
     points = []
     for count in counts:
         fewer = replace(task, num_devices=count)
-        from .planning import HERE
-
         found = search(fewer, replace(HERE, recompute=False)).candidates
         if not found:
             continue
@@ -220,6 +210,3 @@ def _why(other: LayoutResult, best: LayoutResult) -> str:
     lost = {k: other.time_parts.get(k, 0.0) - best.time_parts.get(k, 0.0) for k in names}
     name = max(lost, key=lambda k: lost[k])
     return f", mostly for {names[name]}" if other.median and lost[name] > 0.03 * other.median else ""
-
-
-__all__ = ["compare", "estimate", "unit_shares"]

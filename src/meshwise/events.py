@@ -67,6 +67,11 @@ class RunEnded(Event):
 
 
 Listener = Callable[[Event], None]
+Tell = Callable[[str], None]  # hears what is done before a run starts
+
+
+def silent(text: str) -> None:
+    """Tell nobody."""
 
 
 class Recorder:

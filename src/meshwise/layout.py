@@ -100,7 +100,7 @@ class Layout:
         """
         if isinstance(text, Layout):
             layout = text
-        elif text.strip() == "auto":
+        elif is_auto(text):
             layout = cls(dp=devices or 1)
         else:
             layout = cls(**_parse_items(text))
@@ -110,6 +110,11 @@ class Layout:
                 "Change one of them, or leave devices out."
             )
         return layout
+
+
+def is_auto(layout: str | Layout) -> bool:
+    """Tell whether a layout is left open."""
+    return isinstance(layout, str) and layout.strip() == "auto"
 
 
 def _parse_items(text: str) -> dict[str, Any]:

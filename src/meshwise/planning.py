@@ -6,10 +6,21 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from .cost.estimate import CPU_RULES, GPU_RULES, Pricing, Workload, fitted_rules, measured_prices
+from .cost.estimate import (
+    CPU_RULES,
+    GPU_RULES,
+    NOTHING,
+    Pricing,
+    Workload,
+    cut_stages,
+    fitted_rules,
+    measured_prices,
+    memory_of,
+)
 from .cost.profile import Profile
 from .cost.stage import StageTable, UnitPrice
 from .errors import LayoutError
+from .events import Tell, silent
 from .grid import microbatch_sizes, slot_ranges
 from .hardware.cluster import Cluster
 from .hardware.limits import MemoryLimit
@@ -24,17 +35,12 @@ from .quantities import parse_bytes
 if TYPE_CHECKING:
     from .runtime.timed import Ranks
 
-Tell = Callable[[str], None]
 NUM_MEASURED = 3  # layouts that are run when measuring
 SLOW_STEP = 0.3  # seconds; of longer steps fewer are run
 CLOSE = 1.25  # a layout predicted to take this much longer than the best is not run
 HEADROOM = 1.1  # a rank must have so much more room than is predicted; see benchmarks/predictions for its error
 HERE = Space(runnable=True)
 THERE = Space(runnable=False, virtual=(2, 4))
-
-
-def _quiet(text: str) -> None:
-    """Tell nobody."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +72,7 @@ def plan(
     memory: str | int | None = None,
     measure: bool = True,
     threads: int = 1,
-    tell: Tell = _quiet,
+    tell: Tell = silent,
 ) -> Plan:
     """Choose the layout of a job for ``devices`` of this machine (default: up to all), or for a ``cluster`` elsewhere.
 
@@ -82,7 +88,7 @@ def plan(
     return choose(surveyed, measure=measure and cluster is None, tell=tell)
 
 
-def choose(surveyed: Survey, *, measure: bool, tell: Tell = _quiet, space: Space | None = None) -> Plan:
+def choose(surveyed: Survey, *, measure: bool, tell: Tell = silent, space: Space | None = None) -> Plan:
     """Search what was surveyed, run the best few where wanted, and make the plan."""
     tell("pricing layouts")
     found = search_counts(surveyed, space or surveyed.space)
@@ -139,7 +145,7 @@ def survey(
     memory: str | int | None = None,
     threads: int = 1,
     seconds: float = 1.0,
-    tell: Tell = _quiet,
+    tell: Tell = silent,
 ) -> Survey:
     """Time the job's units and probe the machine, in ranks of their own."""
     from .launch.environment import detect, num_devices
@@ -174,20 +180,11 @@ def _check_devices(count: int) -> None:
 
 def memory_limit(count: int, memory: str | int | None) -> MemoryLimit:
     """Find what one device may use: as asked for, else what this machine has for it."""
-    from .hardware.limits import device_memory
+    from .probing import machine_memory
 
     if memory is not None:
         return MemoryLimit(bytes=float(parse_bytes(memory)), reason="as asked for", per_process=True)
-    return device_memory(count, accelerator=_accelerator_memory())
-
-
-def _accelerator_memory() -> tuple[int, int] | None:
-    import torch
-
-    if not torch.accelerator.is_available():
-        return None
-    free, total = torch.accelerator.get_memory_info()
-    return int(free), int(total)
+    return machine_memory(count)
 
 
 def microbatch_choices(job: Job) -> tuple[Any, ...]:
@@ -200,7 +197,9 @@ def microbatch_choices(job: Job) -> tuple[Any, ...]:
 
 
 def _profile_rank(context: Any, job: Job, sizes: Sequence[Any], limit: float, seconds: float) -> list[Profile] | None:
-    found = profile_here(job, context.device, DistRanks(), sizes, limit, seconds / len(sizes))
+    from .launch.group import OpenGroup
+
+    found = profile_here(job, context.device, OpenGroup(), sizes, limit, seconds / len(sizes))
     return found if context.rank == 0 else None
 
 
@@ -225,39 +224,10 @@ def profile_here(
 
 def fits_alone(job: Job, profile: Profile, limit: float) -> bool:
     """Tell whether whole steps fit on one device, as counted and with much room: nothing is lost where they could."""
-    from .cost.estimate import NOTHING, cut_stages, memory_of
-
     workload = replace(workload_of(job, profile), num_microbatches=2)
     table = StageTable(profile, [UnitPrice(seconds=NOTHING)] * len(profile.units))
     rank = memory_of(profile, workload, Layout(), cut_stages(table, ()), CPU_RULES)[0]
     return 1.3 * rank.reserved <= limit
-
-
-class DistRanks:
-    """The ranks of the process group that is open, as what times together needs them."""
-
-    def __init__(self) -> None:
-        import torch.distributed as dist
-
-        self.rank = dist.get_rank() if dist.is_initialized() else 0
-        self.world_size = dist.get_world_size() if dist.is_initialized() else 1
-
-    def meet(self) -> None:
-        """Wait for all ranks."""
-        import torch.distributed as dist
-
-        if self.world_size > 1:
-            dist.barrier()
-
-    def tell(self, value: Any) -> list[Any]:
-        """Give every rank's value to all."""
-        import torch.distributed as dist
-
-        if self.world_size == 1:
-            return [value]
-        told: list[Any] = [None] * self.world_size
-        dist.all_gather_object(told, value)
-        return told
 
 
 def survey_of(
@@ -267,7 +237,7 @@ def survey_of(
     rules = CPU_RULES if cluster.device.kind == "cpu" else GPU_RULES
     workloads = [workload_of(job, p) for p in profiles]
     pricings = [
-        Pricing(table=StageTable(p, measured_prices(p)), rules=fitted_rules(p, w, rules), notes=_uncounted(p))
+        Pricing(table=StageTable(p, measured_prices(p)), rules=fitted_rules(p, w, rules))
         for p, w in zip(profiles, workloads, strict=True)
     ]
     known = {id(p): pricing for p, pricing in zip(profiles, pricings, strict=True)}
@@ -278,15 +248,12 @@ def survey_of(
         num_devices=count,
         price=lambda p, layout: known[id(p)],
         limit_bytes=limit.bytes,
-        blocked=blocked_reason(profiles[0]),
+        blocked=profiles[0].blocked,
         fixed_cuts=fixed_cuts(job, profiles[0]),
+        named_stages=len(job.cuts) + 1 if job.cuts else 0,
         headroom=HEADROOM,
     )
     return Survey(job=job, task=task, limit=limit, space=HERE, threads=threads, notes=profiles[0].notes)
-
-
-def _uncounted(profile: Profile) -> tuple[str, ...]:
-    return ()  # units are timed, so whatever they run is in their seconds
 
 
 def workload_of(job: Job, profile: Profile) -> Workload:
@@ -302,12 +269,6 @@ def workload_of(job: Job, profile: Profile) -> Workload:
         coupled=count > 1 and any(u.is_row for u in profile.units),
         couples_loss=count > 1 and job.loss_kind == "batch",
     )
-
-
-def blocked_reason(profile: Profile) -> str:
-    """Say why a model cannot be cut, empty where it can."""
-    head = "the model runs as a whole (dp only): "
-    return next((n.removeprefix(head) for n in profile.notes if n.startswith(head)), "")
 
 
 def fixed_cuts(job: Job, profile: Profile) -> Callable[[int], tuple[int, ...] | None]:
@@ -383,7 +344,7 @@ def survey_elsewhere(
     *,
     devices: int | None = None,
     memory: str | int | None = None,
-    tell: Tell = _quiet,
+    tell: Tell = silent,
 ) -> Survey:
     """Count the model on fake tensors and price it by the facts of a cluster that is not here."""
     from .cost.roofline import named_pricing
@@ -406,8 +367,9 @@ def survey_elsewhere(
         num_devices=count,
         price=named_pricing(where),
         limit_bytes=limit.bytes,
-        blocked=blocked_reason(profiles[0]),
+        blocked=profiles[0].blocked,
         fixed_cuts=fixed_cuts(job, profiles[0]),
+        named_stages=len(job.cuts) + 1 if job.cuts else 0,
     )
     return Survey(job=job, task=task, limit=limit, space=THERE, notes=profiles[0].notes)
 

@@ -83,10 +83,14 @@ class Candidate:
 
 @dataclass(frozen=True, kw_only=True)
 class Rejection:
-    """Hold one layout that cannot be taken, and why, with the numbers."""
+    """Hold one layout that cannot be taken, and why, with the numbers.
+
+    ``held_bytes``: what its fullest rank would hold, where that is the reason.
+    """
 
     layout: str
     reason: str
+    held_bytes: float | None = None
 
     def __str__(self) -> str:
         return f"{self.layout}: {self.reason}"

@@ -7,11 +7,12 @@ import os
 import socket
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from .errors import LayoutError
+from .events import Tell, silent
 from .hardware.cluster import Cluster, Device, Level, Link
 from .hardware.limits import MemoryLimit, device_memory
 from .hardware.remembered import host_facts, processor_name, remember, remembered
@@ -19,17 +20,13 @@ from .quantities import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
     from .hardware.probe import Links, Speed
+    from .launch.group import OpenGroup
 
-Tell = Callable[[str], None]
 VERSION = "v2"  # of what is measured: a probe of another one is not used
 NAMES = {"message": "message, one way", "send": "of it the sender's", "exchange": "exact sum of gradients"}
 
 
-def _quiet(text: str) -> None:
-    """Tell nobody."""
-
-
-def probe(devices: int | None = None, *, quick: bool = False, threads: int = 1, tell: Tell = _quiet) -> Cluster:
+def probe(devices: int | None = None, *, quick: bool = False, threads: int = 1, tell: Tell = silent) -> Cluster:
     """Measure ``devices`` of this machine (default: all) and give it as a cluster. One process calls it.
 
     ``quick`` measures only what planning needs, in about two seconds. What is found is kept for later plans.
@@ -41,21 +38,23 @@ def probe(devices: int | None = None, *, quick: bool = False, threads: int = 1, 
     if count < 1:
         raise LayoutError(f"devices={count}; it must be at least 1.")
     tell(f"probing {count} device{'s' if count > 1 else ''} of this machine")
-    limit = _memory(count)  # before ranks are there, which would count
+    limit = machine_memory(count)  # before ranks are there, which would count
     found: Cluster = run_ranks(
         lambda context: probe_rank(context.device, quick=quick), count, threads=threads, name="probe"
     )[0]
     found = _with_memory(found, limit)
-    remember(machine_key(count, threads), found)
+    key = machine_key(count, threads)
+    if not quick or remembered(key) is None:  # a whole probe is worth more than a quick one
+        remember(key, found)
     return found
 
 
-def probed(devices: int, *, threads: int = 1, tell: Tell = _quiet) -> Cluster:
+def probed(devices: int, *, threads: int = 1, tell: Tell = silent) -> Cluster:
     """Give this machine as it was probed before, with the memory it has now, or probe it quickly."""
     known = remembered(machine_key(devices, threads))
     if known is None:
         return probe(devices, quick=True, threads=threads, tell=tell)
-    return _with_memory(known, _memory(devices))
+    return _with_memory(known, machine_memory(devices))
 
 
 def machine_key(devices: int, threads: int, hosts: int = 1) -> str:
@@ -76,25 +75,29 @@ def machine_key(devices: int, threads: int, hosts: int = 1) -> str:
 def probe_rank(device: Any, *, quick: bool) -> Cluster:
     """Measure from inside ranks that run. Every rank of the process group calls it; all get the same cluster."""
     from .hardware.probe import measure_speed
+    from .launch.group import OpenGroup
 
-    hosts = _hosts()
-    limits = _tell_all(_memory(max(map(len, hosts))))
-    speeds = _tell_all(measure_speed(device, quick=quick))
-    links, overlap = _measure_links(device, hosts, quick)
+    group = OpenGroup()
+    hosts = _hosts(group)
+    limits = group.tell(machine_memory(max(map(len, hosts))))
+    speeds = group.tell(measure_speed(device, quick=quick))
+    links, overlap = _measure_links(group, device, hosts, quick)
     _give_back(device)
     limit = min(limits, key=lambda each: each.bytes)
-    found: Cluster = _tell_all(_cluster(device, speeds, links, hosts, overlap, quick))[0]
+    found: Cluster = group.tell(_cluster(device, speeds, links, hosts, overlap, quick))[0]
     return _with_memory(found, limit)
 
 
-def _measure_links(device: Any, hosts: Sequence[tuple[int, ...]], quick: bool) -> tuple[Links, float | None]:
+def _measure_links(
+    group: OpenGroup, device: Any, hosts: Sequence[tuple[int, ...]], quick: bool
+) -> tuple[Links, float | None]:
     """Measure through a transport of its own."""
     from .hardware.probe import Links, groups_to_measure, measure_links, measure_overlap
     from .parallel.connect import connect
 
-    if _world() == 1:
+    if group.world_size == 1:
         return Links(), None
-    transport = connect(_rank(), groups_to_measure(_world(), quick=quick), device)
+    transport = connect(group.rank, groups_to_measure(group.world_size, quick=quick), device)
     return measure_links(transport, hosts, device, quick=quick), measure_overlap(transport, device)
 
 
@@ -102,49 +105,30 @@ def probed_among_ranks(device: Any) -> Cluster:
     """Give this machine as it was probed before, or probe it now, inside ranks that run. Every rank calls it."""
     import torch
 
-    hosts = _hosts()
-    key = machine_key(_world(), torch.get_num_threads(), len(hosts))
-    limits = _tell_all(_memory(max(map(len, hosts))))
-    known: Cluster | None = _tell_all(remembered(key))[0]  # the first rank's: others may be on other hosts
+    from .launch.group import OpenGroup
+
+    group = OpenGroup()
+    hosts = _hosts(group)
+    key = machine_key(group.world_size, torch.get_num_threads(), len(hosts))
+    limits = group.tell(machine_memory(max(map(len, hosts))))
+    known: Cluster | None = group.tell(remembered(key))[0]  # the first rank's: others may be on other hosts
     if known is not None:
         return _with_memory(known, min(limits, key=lambda each: each.bytes))
     found = probe_rank(device, quick=True)
-    if _rank() == 0:
+    if group.rank == 0:
         remember(key, found)
     return found
 
 
-def _world() -> int:
-    import torch.distributed as dist
-
-    return dist.get_world_size() if dist.is_initialized() else 1
-
-
-def _rank() -> int:
-    import torch.distributed as dist
-
-    return dist.get_rank() if dist.is_initialized() else 0
-
-
-def _tell_all(value: Any) -> list[Any]:
-    """Give every rank the values of all ranks."""
-    import torch.distributed as dist
-
-    told = [value] * _world()
-    if len(told) > 1:
-        dist.all_gather_object(told, value)
-    return told
-
-
-def _hosts() -> list[tuple[int, ...]]:
+def _hosts(group: OpenGroup) -> list[tuple[int, ...]]:
     """List the ranks of each host."""
     from .parallel.connect import HOST_VARIABLE
 
-    names = _tell_all((os.environ.get(HOST_VARIABLE, ""), socket.gethostname()))
+    names = group.tell((os.environ.get(HOST_VARIABLE, ""), socket.gethostname()))
     return [tuple(r for r, name in enumerate(names) if name == host) for host in dict.fromkeys(names)]
 
 
-def _memory(devices: int) -> MemoryLimit:
+def machine_memory(devices: int) -> MemoryLimit:
     """Find what each of so many devices of this host may use."""
     import torch
 

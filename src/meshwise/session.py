@@ -21,7 +21,7 @@ from .job import Job
 from .launch.environment import detect, device_for, num_devices
 from .launch.memory import freed_memory_kept
 from .launch.rank import join_environment
-from .layout import Layout
+from .layout import Layout, is_auto
 from .parallel.connect import connect
 from .parallel.transport import Mailroom, MemoryTransport, Transport, wait_for
 from .plans import Plan
@@ -41,7 +41,7 @@ def choose_layout(job: Job, layout: str | Layout, devices: int | None) -> Layout
     Raises LayoutError when layout and devices contradict each other.
     """
     slots = len(slot_ranges(len(microbatch_sizes(job.batch_size, job.microbatch)), job.slots))
-    if isinstance(layout, Layout) or layout.strip() != "auto":
+    if not is_auto(layout):
         chosen = Layout.parse(layout, devices=devices)
         asked = f"dp={chosen.dp}"
     else:
@@ -54,11 +54,6 @@ def choose_layout(job: Job, layout: str | Layout, devices: int | None) -> Layout
             f"more devices), a smaller microbatch_size (now {job.microbatch}), or more slots (now {job.slots})."
         )
     return chosen
-
-
-def planned_notes(made: Plan | None) -> list[str]:
-    """Say in a few words what "auto" has chosen and why."""
-    return [] if made is None else [f"auto: {line}" for line in made.advice[:2]]
 
 
 def make_transport(layout: Layout, rank: int, device: torch.device) -> Transport:
@@ -103,11 +98,14 @@ class Session:
         rank, world, found = self._join(threads)
         device = found if device is None else device
         self.plan: Plan | None = None
-        if world > 1 and devices is None and not isinstance(layout, Layout) and layout.strip() == "auto":
-            from .settling import plan_among_ranks
+        settled_notes: list[str] = []
+        if world > 1 and devices is None and (is_auto(layout) or job.microbatch_size == "auto"):
+            from .settling import settle_among_ranks
 
-            self.plan = plan_among_ranks(job, device, threads=threads or 1)
-            layout, cuts = self.plan.layout, self.plan.chosen.cuts or None
+            settled = settle_among_ranks(job, layout, device, threads=threads or 1)
+            self.job = job = settled.job
+            layout, cuts = settled.layout, settled.cuts
+            self.plan, settled_notes = settled.made, settled.notes
         self.layout = choose_layout(job, layout, devices if devices is not None else world)
         if self.layout.num_devices != world:
             raise LayoutError(
@@ -122,7 +120,7 @@ class Session:
             self._open.enter_context(freed_memory_kept())
         self.worker = Worker(job, self.layout, make_transport(self.layout, rank, device), device, cuts)
         self.warnings = look(job, self.worker.model, self.worker.staged) if rank == 0 else []
-        self.notes = [*planned_notes(self.plan), *self.worker.notes]
+        self.notes = [*settled_notes, *self.worker.notes]
         self.offers = offers(self._facts(world)) if rank == 0 else []
 
     def _facts(self, world: int) -> Facts:

@@ -6,13 +6,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from .errors import LayoutError
+from .events import Tell
 from .job import Job
-from .layout import Layout
+from .layout import Layout, is_auto
 from .planner.search import Found, consider
 from .planning import (
-    DistRanks,
     Survey,
-    Tell,
     choose,
     make_plan,
     memory_limit,
@@ -30,11 +29,15 @@ MEASURED_RUN = 120.0  # seconds; training that is predicted to take longer begin
 
 @dataclass(frozen=True, kw_only=True)
 class Settled:
-    """Hold what training starts with: the job (its microbatch size settled), the layout, and the plan behind it."""
+    """Hold what training starts with: the job (its microbatch size settled), the layout, and the plan behind it.
+
+    ``sized``: the microbatch size was left open by the job.
+    """
 
     job: Job
     layout: Layout
     made: Plan | None = None
+    sized: bool = False
 
     @property
     def cuts(self) -> tuple[int, ...] | None:
@@ -44,17 +47,12 @@ class Settled:
     @property
     def notes(self) -> list[str]:
         """Say what was chosen and why, and how to choose it again."""
-        return [] if self.made is None else settled_notes(self.job, self.made)
-
-
-def settled_notes(job: Job, made: Plan) -> list[str]:
-    """Give the first sentences of a plan, and what to write to get the same run again."""
-    lines = [f"auto: {line}" for line in made.advice[:2]]
-    if not isinstance(job.microbatch_size, int):
+        if self.made is None:
+            return []
+        lines = [f"auto: {line}" for line in self.made.advice[:2]]
+        if self.sized:
+            lines.append(f"auto: to repeat this run, put microbatch_size={self.job.microbatch_size} into the job")
         return lines
-    if f"microbatch_size={job.microbatch_size}" not in " ".join(lines):
-        lines.append(f"auto: to repeat this run, put microbatch_size={job.microbatch_size} into the job")
-    return lines
 
 
 def settle(
@@ -66,7 +64,7 @@ def settle(
     """
     from .session import choose_layout
 
-    auto = not isinstance(layout, Layout) and layout.strip() == "auto"
+    auto = is_auto(layout)
     if not auto and job.microbatch_size != "auto":
         return Settled(job=job, layout=choose_layout(job, layout, devices))
     if auto and job.microbatch_size != "auto" and (devices or _num_devices()) == 1:
@@ -84,7 +82,7 @@ def settle(
 
 def _settled(job: Job, made: Plan) -> Settled:
     sized = job.with_fields(microbatch_size=size_for(job, made.chosen))
-    return Settled(job=sized, layout=made.layout, made=made)
+    return Settled(job=sized, layout=made.layout, made=made, sized=job.microbatch_size == "auto")
 
 
 def _num_devices() -> int:
@@ -104,25 +102,29 @@ def choose_size(surveyed: Survey, layout: Layout) -> Plan:
     return make_plan(surveyed, found)
 
 
-def plan_among_ranks(job: Job, device: Any, *, threads: int = 1) -> Plan:
-    """Choose the layout inside ranks that already run (torchrun). Every rank calls it, all get the same plan."""
+def settle_among_ranks(job: Job, layout: str | Layout, device: Any, *, threads: int = 1) -> Settled:
+    """Settle layout and microbatch size inside ranks that already run (torchrun). Every rank calls it, for the same."""
     from .launch.environment import detect
+    from .launch.group import OpenGroup
     from .probing import probed_among_ranks
 
-    ranks = DistRanks()
+    ranks = OpenGroup()
     here = detect().local_world_size if detect().world_size > 1 else ranks.world_size
-    limits = ranks.tell(memory_limit(here, None))
-    limit = min(limits, key=lambda found: found.bytes)
+    limit = min(ranks.tell(memory_limit(here, None)), key=lambda found: found.bytes)
     cluster = probed_among_ranks(device)
     profiles = profile_here(job, device, ranks, microbatch_choices(job), limit.bytes, 0.5)
-    made: Any = None
+    made: Plan | LayoutError | None = None
     if ranks.rank == 0:
+        surveyed = survey_of(job, cluster, ranks.world_size, profiles, limit, threads)
         try:
-            made = choose(survey_of(job, cluster, ranks.world_size, profiles, limit, threads), measure=False)
+            made = (
+                choose(surveyed, measure=False)
+                if is_auto(layout)
+                else choose_size(surveyed, Layout.parse(layout, devices=ranks.world_size))
+            )
         except LayoutError as error:
             made = error
-    made = ranks.tell(made)[0]
-    if isinstance(made, LayoutError):
-        raise made
-    plan_made: Plan = made
-    return plan_made
+    found = ranks.tell(made)[0]
+    if isinstance(found, LayoutError):
+        raise found
+    return _settled(job, found)

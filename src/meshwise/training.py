@@ -15,7 +15,7 @@ from .errors import CheckpointError, JobError, LayoutError
 from .events import EpochEnded, Event, Recorder
 from .job import Job
 from .launch.forkserver import warm_ahead
-from .layout import Layout
+from .layout import Layout, is_auto
 
 if TYPE_CHECKING:  # the rest is imported while ranks' own imports are on their way, see warm_for
     import torch
@@ -147,7 +147,7 @@ def num_steps_of(job: Job, epochs: int | None) -> int | None:
 
 def warm_for(layout: str | Layout, devices: int | None) -> None:
     """Let what ranks are forked from start before anything slow is done here, if there will be ranks."""
-    if isinstance(layout, Layout) or layout.strip() != "auto":
+    if not is_auto(layout):
         try:
             devices = Layout.parse(layout, devices=devices).num_devices
         except LayoutError:  # told once the job is known

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from .errors import MeshwiseError
+from .events import Tell, silent
 from .hardware.limits import peak_bytes, reset_peak, resident_bytes
 from .job import Job
 from .layout import Layout
@@ -80,7 +81,7 @@ def run_trials(
     turn: Turn,
     turns: int = 2,
     threads: int = 1,
-    tell: Callable[[str], None] = lambda text: None,
+    tell: Tell = silent,
 ) -> None:
     """Run each layout ``turns`` times, interleaved, and put what was found into the trials.
 

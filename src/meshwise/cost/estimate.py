@@ -12,7 +12,7 @@ from ..hardware.cluster import Cluster
 from ..layout import Layout
 from ..plans import Estimate, RankMemory
 from ..schedule.replay import Timeline
-from .exchange import Exchange, exchange_of, meeting_seconds, transfer_of
+from .exchange import exchange_seconds, meeting_seconds, transfer_of
 from .memory import MemoryRules, Step, gradient_rows, live_bytes, rank_memory
 from .profile import CellSeconds, Profile
 from .stage import StageCost, StageTable, UnitPrice
@@ -107,10 +107,7 @@ def estimate(
     stages = cut_stages(pricing.table, cuts)
     count = workload.most_microbatches(layout.dp)
     replayed = _replay(profile, cluster, workload, layout, stages, count)
-    exchange = max(
-        (exchange_of(cluster, layout, stages[r :: layout.pp], count) for r in range(layout.pp)),
-        key=lambda e: e.seconds,
-    )
+    exchange = max(exchange_seconds(cluster, layout, stages[r :: layout.pp], count) for r in range(layout.pp))
     top = max(range(layout.pp), key=lambda r: replayed.busy[r])
     mine = stages[top :: layout.pp]
     compute = replayed.busy[top]
@@ -123,7 +120,7 @@ def estimate(
         "compute": max(0.0, compute - again - tensor - data),
         "recompute": again,
         "tensor": tensor,
-        "communication": exchange.seconds + replayed.messages,
+        "communication": exchange + replayed.messages,
         "bubble": replayed.bubble,
         "data": data,
         "optimizer": tail,
@@ -175,43 +172,27 @@ def _replay(
     profile: Profile, cluster: Cluster, workload: Workload, layout: Layout, stages: Sequence[StageCost], count: int
 ) -> Replayed:
     """Replay the program; where ranks slow one another down, those that wait do not."""
-    transfer = transfer_of(cluster, layout, stages)
-    slow: list[float] = []
-    replayed = None
-    for _ in range(2 if profile.contention > 1 and layout.num_devices > 1 else 1):
-        replayed = replay_stages(
-            stages,
-            layout,
-            count,
-            transfer,
-            slow=slow,
-            load=profile.load_seconds,
-            coupled=workload.coupled,
-            couple_loss=workload.couples_loss,
-            couple=couple_seconds(cluster, layout),
-        )
-        slow = _slow(profile.contention, replayed, layout)
-    assert replayed is not None
-    if layout.num_devices == 1 and profile.contention > 1:
-        alone = [1 / profile.contention]
-        return replay_stages(
-            stages,
-            layout,
-            count,
-            transfer,
-            slow=alone,
-            load=profile.load_seconds,
-            coupled=workload.coupled,
-            couple_loss=workload.couples_loss,
-        )
-    return replayed
+    run = functools.partial(
+        replay_stages,
+        stages,
+        layout,
+        count,
+        transfer_of(cluster, layout, stages),
+        load=profile.load_seconds,
+        coupled=workload.coupled,
+        couple_loss=workload.couples_loss,
+        couple=couple_seconds(cluster, layout),
+    )
+    if profile.contention == 1.0 or (layout.pp == 1 and layout.dp > 1):
+        return run()
+    if layout.num_devices == 1:
+        return run(slow=[1 / profile.contention])
+    return run(slow=_slow(profile.contention, run(), layout))
 
 
 def _slow(contention: float, replayed: Replayed, layout: Layout) -> list[float]:
     """Give each rank its share of the time that was taken with all ranks busy: while others wait it is faster."""
     share = [b / replayed.seconds if replayed.seconds else 1.0 for b in replayed.busy]
-    if layout.pp == 1:
-        return [1.0]
     found = []
     for r in range(layout.pp):
         others = [s for k, s in enumerate(share) if k != r]
@@ -264,6 +245,3 @@ def _memory(
     return tuple(
         rank_memory(stages[r :: layout.pp], cells[r], layout, rules, step, pp_index=r) for r in range(layout.pp)
     )
-
-
-__all__ = ["CPU_RULES", "GPU_RULES", "Exchange", "Pricing", "Workload", "estimate", "measured_prices"]

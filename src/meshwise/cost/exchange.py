@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from ..hardware.cluster import Cluster
 from ..layout import Layout
-from .links import collective_seconds, message_seconds
+from .links import collective_seconds, is_near, message_seconds
 from .stage import StageCost
 from .time import Transfer
 
@@ -20,22 +19,13 @@ REPLICA_LAUNCHES, PIPELINE_LAUNCHES = 150, 100
 FIRST_BUCKET = 25e6  # bytes; what the last bucket of an overlapped exchange holds back (arXiv:2006.15704)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Exchange:
-    """Hold what one rank's exchange with the other replicas takes: all of it, and what no computing hides."""
-
-    total: float
-    seconds: float
-
-
-def exchange_of(cluster: Cluster, layout: Layout, stages: Sequence[StageCost], num_microbatches: int) -> Exchange:
-    """Price the exchange of a rank that holds ``stages``."""
+def exchange_seconds(cluster: Cluster, layout: Layout, stages: Sequence[StageCost], num_microbatches: int) -> float:
+    """Give what the exchange of a rank that holds ``stages`` adds to a step: what no computing hides."""
     if layout.dp == 1:
-        return Exchange(total=0.0, seconds=0.0)
+        return 0.0
     num_bytes = sum(s.gradient_bytes for s in stages)
     if cluster.is_here:
-        seconds = _here(cluster, layout.dp, num_bytes)
-        return Exchange(total=seconds, seconds=seconds)
+        return _here(cluster, layout.dp, num_bytes)
     stride = layout.tp * layout.pp
     kind = "all-reduce" if layout.zero == 0 else "reduce-scatter"
     reduce = collective_seconds(cluster, kind, num_bytes, size=layout.dp, stride=stride)
@@ -48,8 +38,7 @@ def exchange_of(cluster: Cluster, layout: Layout, stages: Sequence[StageCost], n
         gather = collective_seconds(cluster, "all-gather", parameters, size=layout.dp, stride=stride)
     last = reduce * min(1.0, FIRST_BUCKET / num_bytes) if num_bytes else 0.0
     forward = sum(s.seconds.forward + s.tensor_forward for s in stages)
-    seconds = beside(cluster, reduce, backward, least=last) + beside(cluster, gather, forward)
-    return Exchange(total=reduce + gather, seconds=seconds)
+    return beside(cluster, reduce, backward, least=last) + beside(cluster, gather, forward)
 
 
 def beside(cluster: Cluster, told: float, computing: float, least: float = 0.0) -> float:
@@ -73,7 +62,7 @@ def _here(cluster: Cluster, dp: int, num_bytes: float) -> float:
 
 def _gathered(
     cluster: Cluster, layout: Layout, stages: Sequence[StageCost], num_microbatches: int, reduce: float
-) -> Exchange:
+) -> float:
     """Price ZeRO 3: parameters are gathered for each forward and backward, gradients scattered, beside computing."""
     stride = layout.tp * layout.pp
     parameters = sum(s.parameter_bytes for s in stages)
@@ -83,8 +72,7 @@ def _gathered(
     backward = sum(s.seconds.backward + s.tensor_backward for s in stages) + (forward if layout.recompute else 0.0)
     exposed = beside(cluster, gather, forward, least=gather / units)
     exposed += beside(cluster, gather + reduce, backward, least=reduce / units)
-    total = num_microbatches * (2 * gather + reduce)
-    return Exchange(total=total, seconds=num_microbatches * exposed)
+    return num_microbatches * exposed
 
 
 def meeting_seconds(cluster: Cluster, layout: Layout) -> float:
@@ -100,9 +88,10 @@ def transfer_of(cluster: Cluster, layout: Layout, stages: Sequence[StageCost]) -
     if layout.pp == 1:
         return Transfer()
     link, send = [], []
-    for stage in stages[:-1]:
+    for s, stage in enumerate(stages[:-1]):
         num_bytes = stage.given_bytes
-        if cluster.is_here:
+        ends = (s % layout.pp) * layout.tp, ((s + 1) % layout.pp) * layout.tp  # of the first replica
+        if cluster.is_here and is_near(cluster, *ends):
             table, own = cluster.table("message", 2), cluster.table("send", 2)
             whole = table.seconds(num_bytes) if table else LEAST_MESSAGE_SECONDS + num_bytes / HOST_BYTES_PER_SECOND
             least = table.seconds(1.0) if table else LEAST_MESSAGE_SECONDS
@@ -110,7 +99,7 @@ def transfer_of(cluster: Cluster, layout: Layout, stages: Sequence[StageCost]) -
             link.append(max(0.0, whole - copied))
             send.append(copied + SEND_LAUNCHES * cluster.device.launch_seconds)
         else:
-            link.append(message_seconds(cluster, num_bytes, distance=layout.tp))
+            link.append(message_seconds(cluster, num_bytes, *ends))
             send.append(0.0)
     receive = RECEIVE_LAUNCHES * cluster.device.launch_seconds if cluster.is_here else 0.0
     return Transfer(link=tuple(link), send=tuple(send), receive=receive)

@@ -22,21 +22,27 @@ COLLECTIVE_START = 3e-5  # seconds: 40 us for two A100 of one node, less two hop
 KINDS = ("all-reduce", *ONE_WAY, "broadcast", "all-to-all")
 
 
-def message_seconds(cluster: Cluster, num_bytes: float, *, distance: int) -> float:
-    """Price one message between ranks whose numbers differ by ``distance``."""
-    table = cluster.table("message", 2)
+def message_seconds(cluster: Cluster, num_bytes: float, sender: int, receiver: int) -> float:
+    """Price one message between two ranks: as measured inside a node, else by the link of the level that joins them."""
+    table = cluster.table("message", 2) if is_near(cluster, sender, receiver) else None
     if table is not None and num_bytes > 0:
         return table.seconds(num_bytes)
-    link = _link(cluster, distance)
+    link = _link(cluster, sender, receiver)
     return link.latency_seconds + num_bytes / link.bytes_per_second
 
 
-def _link(cluster: Cluster, distance: int) -> Link:
-    """Give the link between ranks so far apart: that of the smallest level that holds both, if they begin one."""
+def is_near(cluster: Cluster, first: int, second: int) -> bool:
+    """Tell whether two ranks are in one group of the innermost level."""
+    size = cluster.levels[0].size
+    return first // size == second // size
+
+
+def _link(cluster: Cluster, first: int, second: int) -> Link:
+    """Give the link of the smallest level that holds both ranks."""
     reach = 1
     for level in cluster.levels:
         reach *= level.size
-        if distance < reach:
+        if first // reach == second // reach:
             return level.link
     return cluster.levels[-1].link
 

@@ -103,11 +103,11 @@ class ParameterProfile:
 class Profile:
     """Hold a model at one microbatch size.
 
-    ``cuts``: before which units a stage may begin (indices of ``units``, 0 left out). ``batch_bytes``: one
-    microbatch's data. ``load_seconds``: bringing one microbatch. ``begin_seconds``: what a step costs beside its cells.
-    ``update_seconds``: the optimizer on all parameters. ``accumulate_seconds``: adding all gradients once more.
-    ``peak_bytes`` is the resident memory of whole steps above that of a rank without a job, ``file_bytes`` the part of
-    it that is libraries' own pages, ``build_bytes`` the most that building the model and looking into it takes beside.
+    ``batch_bytes``: one microbatch's data. ``load_seconds``: bringing it. ``begin_seconds``: what a step costs beside
+    its cells. ``update_seconds``: the optimizer on all parameters. ``accumulate_seconds``: adding all gradients once
+    more. ``peak_bytes`` is the resident memory of whole steps above that of a rank without a job, ``file_bytes`` the
+    part of it that is libraries' own pages, ``build_bytes`` the most that building the model and looking into it takes
+    beside.
     ``contention``: how much longer cells take when all devices of the host compute (1.0: nothing).
     ``uncounted``: operations nothing is known about, with how often they occur.
     """
@@ -122,7 +122,6 @@ class Profile:
     begin_seconds: float = 0.0
     update_seconds: float = 0.0
     accumulate_seconds: float = 0.0
-    loss_bytes: float = 0.0
     contention: float = 1.0
     num_steps: int = 0  # timed steps that the seconds are medians of
     peak_bytes: float | None = None  # what steps of ``peak_microbatches`` on one device were measured to take
@@ -130,4 +129,5 @@ class Profile:
     file_bytes: float = 0.0
     build_bytes: float = 0.0
     uncounted: Mapping[str, int] = field(default_factory=dict)
+    blocked: str = ""  # why the model cannot be cut, empty where it can
     notes: tuple[str, ...] = ()

@@ -18,7 +18,6 @@ def at_microbatch(one: Profile, two: Profile, size: int) -> Profile:
         microbatch_size=size,
         units=units,
         batch_bytes=_line(one.batch_bytes, two.batch_bytes, share),
-        loss_bytes=_line(one.loss_bytes, two.loss_bytes, share),
     )
 
 

@@ -19,14 +19,13 @@ LONGEST_PROGRAM = 5_000  # actions that are replayed one by one; beyond, a stead
 class Replayed:
     """Hold a replayed pipeline: its end, and of the rank that computes most: its cells, and waiting for messages.
 
-    ``live``: the most microbatches a rank keeps at once, for each rank. ``timeline`` is of the part that was replayed.
+    ``timeline`` is of the part that was replayed.
     """
 
     seconds: float
     busy: tuple[float, ...]  # of each rank
     bubble: float  # of the busiest rank, messages left out
     messages: float  # what messages add
-    live: tuple[int, ...]
     timeline: Timeline
 
 
@@ -67,7 +66,6 @@ def replay_stages(
         busy=tuple(busy),
         bubble=max(0.0, quiet - top),
         messages=max(0.0, whole - quiet),
-        live=timeline.peak_live,
         timeline=timeline,
     )
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from ..errors import CaptureError
+from ..planner.stages import best_cuts
 from .graph import Attribute, Buffer, Constant, Graph, Input, Node, Param, Ref, Value, find_refs
 
 Key = tuple[str, int]
@@ -229,29 +230,6 @@ def _make_units(graph: Graph, starts: list[int]) -> tuple[Unit, ...]:
     return tuple(units)
 
 
-def balanced_cuts(costs: Sequence[float], num_stages: int) -> tuple[int, ...]:
-    """Cut a row of costs in ``num_stages`` runs whose largest sum is smallest (exact dynamic programming).
-
-    Gives the first unit of stages 1.. . Ties go to the earliest cuts. ``len(costs) >= num_stages``.
-    """
-    total = len(costs)
-    prefix = [0.0]
-    for cost in costs:
-        prefix.append(prefix[-1] + cost)
-    best: list[list[tuple[float, tuple[int, ...]]]] = [
-        [(float("inf"), ())] * (total + 1) for _ in range(num_stages + 1)
-    ]
-    for stop in range(1, total + 1):
-        best[1][stop] = (prefix[stop], ())
-    for stages in range(2, num_stages + 1):
-        for stop in range(stages, total + 1):
-            best[stages][stop] = min(
-                (max(best[stages - 1][cut][0], prefix[stop] - prefix[cut]), (*best[stages - 1][cut][1], cut))
-                for cut in range(stages - 1, stop)
-            )
-    return best[num_stages][total][1]
-
-
 def choose_cuts(
     graph: Graph, units: Sequence[Unit], num_stages: int, named: Sequence[str] = (), chosen: Sequence[int] | None = None
 ) -> tuple[int, ...]:
@@ -277,7 +255,9 @@ def choose_cuts(
             f"can be parted{': ' + why if why else ''}. Use at most pp={len(units)}, "
             "or a schedule with one stage a device."
         )
-    return balanced_cuts([u.cost for u in units], num_stages)
+    cuts = best_cuts([u.cost for u in units], num_stages)
+    assert cuts is not None  # there are units enough
+    return cuts
 
 
 def _named_cuts(units: Sequence[Unit], num_stages: int, named: Sequence[str]) -> tuple[int, ...]:

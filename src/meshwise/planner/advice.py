@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from ..cost.profile import Profile
 from ..hardware.cluster import Cluster, Link, Measured
 from ..layout import Layout
 from ..plans import Candidate, Rejection
-from ..quantities import format_bytes, format_count, format_seconds
+from ..quantities import format_bytes, format_seconds
 from .search import Found, Task, consider
 
 SMALL = 0.03  # shares below this are not worth a sentence
@@ -39,7 +39,7 @@ def advise(task: Task, found: Found, chosen: Candidate) -> tuple[str, ...]:
     """Give the sentences, most important first."""
     others = [c for c in found.candidates if c is not chosen and c.layout != chosen.layout]
     lines = [_take(task, chosen), _limits(chosen)]
-    profile = next((p for p in task.profiles if p.microbatch_size == chosen.microbatch_size), task.profiles[0])
+    profile, _ = task.inputs(chosen.microbatch_size)
     lines += _model(profile, task)
     lines += _beside(chosen, others)
     lines += _refused(found.rejected)
@@ -158,7 +158,7 @@ def _difference(chosen: Candidate, other: Candidate) -> str:
 
 def _refused(rejected: Sequence[Rejection]) -> Iterator[str]:
     """Name the layouts that memory rules out; others say it themselves."""
-    full = [r for r in rejected if " of " in r.reason and "on " in r.reason]
+    full = [r for r in rejected if r.held_bytes is not None]
     if full:
         rest = f" (and {len(full) - 2} more)" if len(full) > 2 else ""
         yield "Does not fit: " + "; ".join(str(r) for r in full[:2]) + rest + "."
@@ -180,7 +180,7 @@ def what_ifs(task: Task, candidates: Sequence[Candidate], rejected: Sequence[Rej
         ),
     ]
     if task.limit_bytes is not None and rejected:
-        names = [Layout.parse(r.layout) for r in rejected if " of " in r.reason]
+        names = [Layout.parse(r.layout) for r in rejected if r.held_bytes is not None]
         roomy = replace(task, limit_bytes=2 * task.limit_bytes)
         more = names[:8] if task.cluster.is_here else names[:2]
         found.append(WhatIf(change="twice the memory", best=_best(roomy, [*layouts, *more])))
@@ -189,8 +189,8 @@ def what_ifs(task: Task, candidates: Sequence[Candidate], rejected: Sequence[Rej
 
 def _only(task: Task, microbatch_size: int) -> Task:
     """Give the task at one microbatch size."""
-    at = next((k for k, p in enumerate(task.profiles) if p.microbatch_size == microbatch_size), 0)
-    return replace(task, profiles=[task.profiles[at]], workloads=[task.workloads[at]])
+    profile, workload = task.inputs(microbatch_size)
+    return replace(task, profiles=[profile], workloads=[workload])
 
 
 def _best(task: Task, layouts: Sequence[Layout]) -> Candidate | None:
@@ -200,11 +200,7 @@ def _best(task: Task, layouts: Sequence[Layout]) -> Candidate | None:
         for layout in dict.fromkeys(layouts)
     ]
     fits = [c for c in tried if isinstance(c, Candidate)]
-    return min(fits, key=lambda c: c.estimate.seconds / _samples(task, c), default=None)
-
-
-def _samples(task: Task, candidate: Candidate) -> int:
-    return task.workloads[0].batch_size
+    return min(fits, key=lambda c: c.estimate.seconds, default=None)
 
 
 def _more(task: Task, times: int) -> Task:
@@ -274,11 +270,3 @@ def _sure(chosen: Candidate, others: Sequence[Candidate]) -> str:
     ahead = others[0].seconds / chosen.seconds - 1
     verdict = "clear" if ahead > spread else f"within the estimate's {spread:.0%}, so measure both to be sure"
     return f"How sure: the next ({others[0].layout}) is {ahead:.0%} slower, which is {verdict}.{uncounted}"
-
-
-def summary(profile: Profile, parts: Mapping[str, float]) -> str:
-    """Give the model in one line: parameters, and what a step takes where."""
-    count = sum(p.num_elements for p in profile.parameters.values())
-    return f"{format_count(count)} parameters in {len(profile.units)} units; " + ", ".join(
-        f"{PART_NAMES.get(k, k)} {format_seconds(v)}" for k, v in parts.items() if v
-    )

@@ -29,7 +29,8 @@ class Task:
     """State what is to be planned: one profile for each microbatch size that may be taken.
 
     ``price(profile, layout)`` gives prices and memory rules for a layout. ``limit_bytes``: what one device may use.
-    ``fixed_cuts``: the first units of stages, where the job names them. ``headroom``: how much room a rank must have
+    ``fixed_cuts``: the first units of stages, where the job names them; ``named_stages``: how many it then has.
+    ``headroom``: how much room a rank must have
     beyond what is predicted (1.1: ten percent).
     """
 
@@ -41,7 +42,13 @@ class Task:
     limit_bytes: float | None = None
     blocked: str = ""
     fixed_cuts: Callable[[int], tuple[int, ...] | None] = field(default=lambda stages: None)
+    named_stages: int = 0
     headroom: float = 1.0
+
+    def inputs(self, microbatch_size: int | None) -> tuple[Profile, Workload]:
+        """Give the profile and the workload at a microbatch size, the first ones where there is none of it."""
+        pairs = list(zip(self.profiles, self.workloads, strict=True))
+        return next((pair for pair in pairs if pair[0].microbatch_size == microbatch_size), pairs[0])
 
     def fits(self, num_bytes: float) -> bool:
         """Tell whether a rank that is predicted to hold so much may be started."""
@@ -127,7 +134,9 @@ def weigh(task: Task, profile: Profile, workload: Workload, layout: Layout) -> O
     """Cut one layout, and say what its busiest rank computes at least."""
     pricing = task.price(profile, layout)
     rows = len(cut_rows(pricing.table)) if layout.pp > 1 else 1
-    wrong = illegal(layout, rows, workload, is_here=task.cluster.is_here, blocked=task.blocked)
+    wrong = illegal(
+        layout, rows, workload, is_here=task.cluster.is_here, blocked=task.blocked, named_stages=task.named_stages
+    )
     if wrong is not None:
         return wrong
     cuts = _cuts(task, profile, workload, layout, pricing)
@@ -144,7 +153,8 @@ def too_full(task: Task, option: Option) -> Rejection | None:
     memory = memory_of(option.profile, option.workload, option.layout, stages, option.pricing.rules)
     if task.fits(max(rank.reserved for rank in memory)):
         return None
-    return Rejection(layout=str(option.layout), reason=too_large(memory, task.limit_bytes, task.headroom))
+    reason = too_large(memory, task.limit_bytes, task.headroom)
+    return Rejection(layout=str(option.layout), reason=reason, held_bytes=max(rank.reserved for rank in memory))
 
 
 def least_seconds(stages: Sequence[StageCost], layout: Layout, num_microbatches: int) -> float:
@@ -289,6 +299,3 @@ def _fits(task: Task, profile: Profile, workload: Workload, layout: Layout, pric
         return known[key]
 
     return fits
-
-
-__all__ = ["Found", "Task", "consider", "cut_stages", "search", "too_large"]

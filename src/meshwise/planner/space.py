@@ -53,7 +53,7 @@ def _divisors(number: int) -> list[int]:
 
 
 def illegal(
-    layout: Layout, num_units: int, workload: Workload, *, is_here: bool, blocked: str = ""
+    layout: Layout, num_units: int, workload: Workload, *, is_here: bool, blocked: str = "", named_stages: int = 0
 ) -> Rejection | None:
     """Say why a layout is not legal for a job whose model can be cut in ``num_units`` pieces, None where it is."""
     name = str(layout)
@@ -63,6 +63,8 @@ def illegal(
         return Rejection(layout=name, reason=f"the model cannot be cut: {blocked}")
     if layout.pp > 1 and stages > units:
         return Rejection(layout=name, reason=f"{stages} stages, but the model has {units} units that can be parted")
+    if layout.pp > 1 and named_stages and stages != named_stages:
+        return Rejection(layout=name, reason=f"{stages} stages, but the job's own cuts make {named_stages}")
     if layout.dp > slots:
         what = "slots" if workload.slots < workload.num_microbatches else "microbatches"
         return Rejection(layout=name, reason=f"{layout.dp} replicas, but a step has only {slots} {what} to share")

@@ -72,6 +72,7 @@ def count_sizes(job: Job, model: nn.Module, batches: Sequence[Any], *, graph: Gr
             buffer_bytes=sum(buffers.values()),
             batch_bytes=float(sum(t.numel() * t.element_size() for t in leaves(data) if isinstance(t, Tensor))),
             uncounted=run.uncounted,
+            blocked=graph.blocked or "",
             notes=tuple(_notes(graph)),
         )
         for data, run, each in zip(found, runs, units, strict=True)
